@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
+from outrider.host.meanwhile import hand_over
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_and_head
 from outrider.lm.hf.mtp import load_mtp
@@ -333,6 +334,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         if self._masks is not None:
             inputs |= self._placed(self._masks, [job.slot for job, _ in by_row], [e for _, (_, e) in by_row], width)
         self._states.put([job.state for job, _ in by_row])
+        hand_over()
         with tapped(self.anatomy.layers, taps) as seen:
             logits = self.model(**{k: v for k, v in inputs.items() if k in self._asked}).logits[..., : self.vocab_size]
         self.num_forwards += 1

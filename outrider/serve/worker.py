@@ -17,6 +17,7 @@ from outrider.core.types import Request
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output, Update
+from outrider.host.meanwhile import hand_over_by
 from outrider.host.threads import release_threads
 from outrider.serve.failures import EngineDead, JobError, TimedOut, of_request
 from outrider.serve.job import Event
@@ -101,6 +102,8 @@ class Worker:
         self._out: list[tuple[Ticket, Event | JobError]] = []
         self._ended_by: JobError | None = None
         self._refreshed = 0.0
+        self._handed_over = False
+        self._unread: list[str] = []
         self._thread = threading.Thread(target=self._main, name="outrider-engine")
         self._usual = engine.route
         engine.route = self._route
@@ -148,11 +151,16 @@ class Worker:
         """The thread: messages, deadlines, a step, events; again and again."""
         error: JobError = EngineDead(status=500)
         try:
+            hand_over_by(self._hand_over)
             while (stopped := self._take_messages()) is None:
                 self._cancel_late()
+                self._handed_over = False
                 if self._engine.busy:
                     self._step()
-                self._deliver()
+                # Otherwise the next step hands the events over when its first forward begins.
+                if not (self._engine.busy and self._handed_over):
+                    self._deliver()
+                self._cancel_unread()
                 self.heartbeat = time.monotonic()
             error = stopped
             for id in list(self._runs):
@@ -185,6 +193,8 @@ class Worker:
         if isinstance(message, _Cancel):
             self._cancel(message.id)
         elif isinstance(message, _Call):
+            # It may take long.
+            self._deliver()
             _make(message)
         else:
             for run in message.runs:
@@ -265,8 +275,17 @@ class Worker:
         self._sizes.pop(id, None)
         self._places.leave(id)
 
+    def _hand_over(self) -> None:
+        """Deliver the events of the last step, while a forward of the next one runs. The event loop's work needs
+        Python's lock, and so does all of a step but its forwards.
+        """
+        self._handed_over = True
+        self._deliver()
+
     def _deliver(self) -> None:
-        """Hand all events to their event loops, one call for each loop. Jobs of a closed loop are cancelled."""
+        """Hand all events to their event loops, one call for each loop. Those of a closed loop have no reader."""
+        if not self._out:
+            return
         loops: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Event | JobError]]] = {}
         for ticket, event in self._out:
             loops.setdefault(ticket.loop, []).append((ticket, event))
@@ -275,9 +294,13 @@ class Worker:
             try:
                 loop.call_soon_threadsafe(_put, events)
             except RuntimeError:
-                for ticket, _ in events:
-                    self._cancel(ticket.id)
-                self._out = []
+                self._unread += [ticket.id for ticket, _ in events]
+
+    def _cancel_unread(self) -> None:
+        """Cancel jobs that have no reader."""
+        unread, self._unread = self._unread, []
+        for id in unread:
+            self._cancel(id)
 
     def _refuse_messages(self) -> None:
         """Answer the messages that came too late."""

@@ -25,6 +25,7 @@ from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
+from outrider.host.meanwhile import hand_over_by
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.forwards.choice import at_hand
 from outrider.lm.forwards.package import GATHERED, Package
@@ -269,6 +270,25 @@ def others_go_on(lm: LanguageModel) -> bool:
     return any(worked)
 
 
+def needs_no_lock(lm: LanguageModel) -> bool:
+    """Whether each tensor is held twice besides by Python while a library runs: then torch need not take Python's lock
+    to let it go.
+    """
+    run, counts, given = Runner.run, list[int](), list[torch.Tensor]()
+
+    def watched(runner: Runner, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        given[:] = inputs
+        return run(runner, inputs)
+
+    hand_over_by(lambda: counts.extend(tensor._use_count() for tensor in given))
+    try:
+        with mock.patch.object(Runner, "run", watched):
+            said(lm, *CASES["a chain"])
+    finally:
+        hand_over_by(None)
+    return bool(counts) and min(counts) >= 3
+
+
 def failures(lm: LanguageModel) -> list[str]:
     """What a library says that cannot be opened, or that gets too few tensors."""
     found = []
@@ -342,6 +362,7 @@ def main() -> None:
         found[f"all forwards {name} are compiled"] = after[0] - before[0] == after[1] - before[1] > 0
     found["wide"] = wide(plain, model)
     found["others go on"] = others_go_on(compiled)
+    found["needs no lock"] = needs_no_lock(compiled)
     found["failures"] = failures(compiled)
     found["heads"] = heads(llama(2))
     found["experts"] = experts()

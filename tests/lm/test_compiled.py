@@ -30,6 +30,7 @@ def test_compiled_forwards_say_what_plain_ones_say_and_their_libraries_are_kept(
     assert found["wide"]["some"]
     assert max(found["wide"]["differences"].values()) < 1e-5
     assert found["others go on"]
+    assert found["needs no lock"]
     missing, few = found["failures"]
     assert "none.so" in missing
     assert few.endswith("tensors, got 0")

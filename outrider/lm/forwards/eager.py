@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from transformers import PreTrainedModel
 
 from outrider.core.ranks import rows_of_first
+from outrider.host.meanwhile import hand_over
 from outrider.lm.forwards import flex
 from outrider.lm.forwards.grouped import lean
 from outrider.lm.hf import alibi
@@ -34,6 +35,7 @@ class EagerForward:
         batch, columns, device = inputs.batch, inputs.columns, self.model.device
         some = None if len(columns) == batch.width else columns
         is_lean = self._sdpa and (inputs.causal or device.type != "cpu")
+        hand_over()
         with (
             tapped(self._layers, taps) as seen,
             alibi.bias_in_mask(self.model),

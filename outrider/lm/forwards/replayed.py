@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from outrider.core.dice import inverse_cdf
 from outrider.core.sampling import tempered
+from outrider.host.meanwhile import hand_over
 from outrider.lm.forwards.recorder import RECORDERS, Recorder, Recording
 from outrider.lm.slots.batch import OneEach, Padded, upload
 from outrider.lm.slots.cache import SlotCache
@@ -79,6 +80,7 @@ class ReplayedForward:
         if kept is None:
             return self._runs(inputs, taps)
         rows = _Rows(inputs.rows, self._device)
+        hand_over()
         kept.replay(rows, values)
         self.num_forwards += 1
         logits, *others = map(rows.of, kept.outputs)

@@ -4,6 +4,10 @@ torch's own class for this (`torch._C._aoti.AOTIModelContainerRunnerCpu`) holds 
 so a server could not read a request, or write a token, until it ended. Libraries have a C interface, which does the
 same; a call through `ctypes` gives the lock away.
 
+A library lets go of a tensor as soon as it has read it. Where only Python holds the tensor then, torch takes the lock
+to say so, and waits for whoever has it: half a millisecond in a server of eight streams. So each tensor is held a
+second time until the forward has ended.
+
 Relied on in torch (read and run in 2.13): `AOTInductorModelContainer...` of `aoti_runtime/interface.h`, and
 `unsafe_alloc_void_ptrs_from_tensors` and `alloc_tensors_by_stealing_from_void_ptrs` of `torch._C._aoti`.
 """
@@ -15,6 +19,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from outrider.host.meanwhile import hand_over
 
 Pointers = ctypes.Array[ctypes.c_void_p]
 _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
@@ -60,9 +66,14 @@ class Runner:
             # The library would end the process.
             raise RuntimeError(f"the library reads {self._num_inputs} tensors, got {len(inputs)}")
         given = _pointers(torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(inputs))
+        held = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(inputs)
         made: Pointers = (ctypes.c_void_p * self._num_outputs)()
         sizes = (ctypes.c_size_t(len(given)), ctypes.c_size_t(len(made)))
-        self._check(self._run(self._handle, given, sizes[0], made, sizes[1], None, None))
+        hand_over()
+        try:
+            self._check(self._run(self._handle, given, sizes[0], made, sizes[1], None, None))
+        finally:
+            torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(held)
         capsules = [_capsule_of(pointer, None, None) for pointer in made]
         found: list[Tensor] = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)
         return found
