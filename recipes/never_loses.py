@@ -4,12 +4,15 @@
 from 1 to 8. A cell is a pair of models, a temperature, whether requests come with seeds, and a number of requests at
 once. Each cell is measured in fresh processes: with an empty cache, so that loading measures the costs of steps for one
 and a half seconds, and with costs and acceptance that earlier processes kept. In a process all ways answer the same
-prompts in six turns, in random order, after each shape of forward has run. Outputs go on behind end tokens, so that
-all ways emit as many tokens. The default settings get no warm-up of their own: what they must learn counts.
+prompts in six turns, in random order, after each shape of forward has run. Each turn has prompts of its own. Outputs go
+on behind end tokens, so that all ways emit as many tokens. The default settings get no warm-up of their own: what they
+must learn counts.
 
-The figure of a cell is the median seconds over rounds: plain decoding, and the best of all others, over the default.
-The fastest of nine noisy figures is too fast by luck. So two more columns say what noise does: plain decoding beside
-itself, and the default beside the way that was best in the other half of the turns.
+The figure of a cell is the quotient of the seconds of a round, in the median of rounds: plain decoding, and the best of
+all others, over the default. The fastest of nine noisy figures is too fast by luck. So two more columns say what noise
+does: plain decoding beside itself, and the default beside the way that was best in the other half of the turns. A third
+one has no noise: it adds up what the steps that were made cost by the table. It is what the choices of lengths are
+worth, if the table is right.
 
 Cells are measured in parts, such as `--requests 1,2`, into one folder each, or in one run that goes on where it was cut
 off. `--target DIR --drafter NAME` measures another pair. It wants a quiet machine, and for models on a CPU `outrider
@@ -43,7 +46,9 @@ from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS, read_prompts
 from outrider.core.types import InputError, Sampling
 from outrider.engine.engine import Engine
+from outrider.engine.output import Update
 from outrider.host import remembered
+from outrider.lengths.costs import CostTable
 from outrider.lengths.fixed import FixedLength
 from outrider.plan.table import RECORD as COSTS
 from outrider.plan.table import measured
@@ -86,28 +91,64 @@ def records_in(place: str) -> Iterator[None]:
         remembered.read, remembered.write = read, write
 
 
-def timed(engine: Engine, prompts: Sequence[Sequence[int]], asked: Mapping[str, Any]) -> Row:
-    """Answer prompts, as many at once as the job says, from a cold cache. All outputs are equally long."""
+def timed(
+    engine: Engine, prompts: Sequence[Sequence[int]], asked: Mapping[str, Any], costs: CostTable | None = None
+) -> Row:
+    """Answer prompts, as many at once as the job says, from a cold cache. All outputs are equally long.
+
+    Args:
+        costs: What steps cost; by it, the row says what the steps that were made cost.
+    """
     engine.rest()
     running = asked["requests"]
     tokens = drafted = steps = 0
+    by_costs, draws = 0.0, asked["temperature"] > 0
+    lengths: dict[str, int] = {}
     began = time.perf_counter()
     for number in range(running):
-        engine.add(
-            list(prompts[(number + asked["round"]) % len(prompts)]),
+        prompt = prompts[(number + asked["first"]) % len(prompts)]
+        id = engine.add(
+            list(prompt),
             max_new_tokens=asked["max_new_tokens"],
             sampling=Sampling(temperature=asked["temperature"], seed=number if asked["seeded"] else None),
             ignore_eos=True,
         )
+        lengths[id] = len(prompt)
     while running:
-        for update in engine.step():
+        updates = engine.step()
+        if costs is not None:
+            by_costs += cost_of(updates, costs, lengths, draws)
+        for update in updates:
+            lengths[update.id] += len(update.tokens)
             if update.output is not None:
                 if update.output.error is not None:
                     raise update.output.error
                 running -= 1
                 tokens += len(update.output.tokens)
                 drafted, steps = drafted + update.output.num_draft_tokens, steps + update.output.num_steps
-    return {"seconds": time.perf_counter() - began, "tokens": tokens, "drafted": drafted, "steps": steps}
+    return {
+        "seconds": time.perf_counter() - began,
+        "tokens": tokens,
+        "drafted": drafted,
+        "steps": steps,
+        "by_costs": by_costs,
+    }
+
+
+def cost_of(updates: Sequence[Update], costs: CostTable, lengths: Mapping[str, int], draws: bool) -> float:
+    """What the step cost that brought these updates.
+
+    Args:
+        lengths: Tokens of each request before it.
+        draws: Whether tokens are drawn.
+    """
+    drafts = {update.id: update.step.num_draft_tokens for update in updates if update.step is not None}
+    if not drafts:
+        return 0.0
+    context = sum(lengths[id] for id in drafts) // len(drafts)
+    longest = max(drafts.values())
+    steps = costs.steps(len(drafts), sampled=draws, context=context, longest=max(longest, 1))
+    return steps[sum(drafted > 0 for drafted in drafts.values())][longest]
 
 
 def answered(asked: Mapping[str, Any]) -> Row:
@@ -128,14 +169,15 @@ def answered(asked: Mapping[str, Any]) -> Row:
     for length in asked["lengths"]:
         engines[f"fixed:{length}"] = with_length(fixed, length)
     for engine in engines.values():
-        timed(engine, prompts, {**asked, "max_new_tokens": 16})
+        timed(engine, prompts, {**asked, "first": 0, "max_new_tokens": 16})
     engines[DEFAULT] = default
     order, made = random.Random(asked["round"]), {way: list[Row]() for way in engines}
     for turn in range(PASSES):
+        first = (PASSES * asked["round"] + turn) * asked["requests"]
         for way in order.sample([*engines], len(engines)):
             # Plain decoding uses the slots of the default engine, which keeps some warm.
             default.rest()
-            made[way].append(timed(engines[way], prompts, {**asked, "round": asked["round"] + turn}))
+            made[way].append(timed(engines[way], prompts, {**asked, "first": first}, costs))
     ways = {
         way: {name: sum(row[name] for row in rows) for name in rows[0]} | {"turns": [row["seconds"] for row in rows]}
         for way, rows in made.items()
@@ -208,9 +250,9 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     found = []
     for cell in sorted({(row["temperature"], row["seeded"], row["requests"], row["state"]) for row in rows}):
         own = [row for row in rows if (row["temperature"], row["seeded"], row["requests"], row["state"]) == cell]
-        seconds = {way: statistics.median(row["ways"][way]["seconds"] for row in own) for way in own[0]["ways"]}
-        best = min((way for way in seconds if way not in (DEFAULT, CONTROL)), key=seconds.__getitem__)
-        ratios = [row["ways"][best]["seconds"] / row["ways"][DEFAULT]["seconds"] for row in own]
+        each = [{way: made["seconds"] for way, made in row["ways"].items()} for row in own]
+        best = best_of(each)
+        over_plain, ratios = over(each, PLAIN, DEFAULT), over(each, best, DEFAULT)
         steps = sum(row["ways"][DEFAULT]["steps"] for row in own)
         found.append(
             {
@@ -219,17 +261,35 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 "requests": cell[2],
                 "state": cell[3],
                 "best": best,
-                "over_plain": seconds[PLAIN] / seconds[DEFAULT],
-                "over_best": seconds[best] / seconds[DEFAULT],
+                "over_plain": statistics.median(over_plain),
+                "over_best": statistics.median(ratios),
                 "over_best_elsewhere": over_best_elsewhere(own),
-                "plain_beside_itself": seconds[PLAIN] / seconds[CONTROL],
+                "over_best_by_costs": over_best_by_costs(own),
+                "plain_beside_itself": statistics.median(over(each, PLAIN, CONTROL)),
                 "spread": [min(ratios), max(ratios)],
                 "drafted_per_step": sum(row["ways"][DEFAULT]["drafted"] for row in own) / steps,
                 "processes_that_drafted": sum(row["ways"][DEFAULT]["drafted"] > 0 for row in own) / len(own),
-                "loses": seconds[PLAIN] / seconds[DEFAULT] < ALLOWED or seconds[best] / seconds[DEFAULT] < LEAST,
+                "loses": statistics.median(over_plain) < ALLOWED or statistics.median(ratios) < LEAST,
             }
         )
     return found
+
+
+def over(rounds: Sequence[Mapping[str, float]], way: str, other: str) -> list[float]:
+    """How many times what another way takes a way takes, in each round."""
+    return [seconds[way] / seconds[other] for seconds in rounds]
+
+
+def best_of(rounds: Sequence[Mapping[str, float]]) -> str:
+    """The way, besides the default, that is faster than plain decoding by most, in the median of rounds."""
+    ways = [way for way in rounds[0] if way not in (DEFAULT, CONTROL)]
+    return max(ways, key=lambda way: statistics.median(over(rounds, PLAIN, way)))
+
+
+def over_best_by_costs(rows: Sequence[Row]) -> float | None:
+    """The default's speed over the best way's, both by the costs of the steps that they made; None without costs."""
+    sums = {way: sum(row["ways"][way]["by_costs"] for row in rows) for way in rows[0]["ways"]}
+    return min(sums[way] for way in sums if way not in (DEFAULT, CONTROL)) / sums[DEFAULT] if sums[DEFAULT] else None
 
 
 def over_best_elsewhere(rows: Sequence[Row]) -> float:
@@ -237,13 +297,11 @@ def over_best_elsewhere(rows: Sequence[Row]) -> float:
     even turns for odd ones. So no way is called the best for its luck in the turns that are compared.
     """
     halves = [
-        {way: statistics.median(sum(row["ways"][way]["turns"][half::2]) for row in rows) for way in rows[0]["ways"]}
-        for half in (0, 1)
+        [{way: sum(made["turns"][half::2]) for way, made in row["ways"].items()} for row in rows] for half in (0, 1)
     ]
-    ratios = []
-    for chosen_in, seconds in (halves, halves[::-1]):
-        best = min((way for way in chosen_in if way not in (DEFAULT, CONTROL)), key=chosen_in.__getitem__)
-        ratios.append(seconds[best] / seconds[DEFAULT])
+    ratios = [
+        statistics.median(over(seconds, best_of(chosen_in), DEFAULT)) for chosen_in, seconds in (halves, halves[::-1])
+    ]
     return math.sqrt(ratios[0] * ratios[1])
 
 
@@ -251,7 +309,7 @@ def findings(entries: Sequence[dict[str, Any]]) -> Findings:
     """The summary as a table, and a panel for each state."""
     head = (
         *("temperature", "seeds", "requests", "cache", "best way", "over plain", "over the best"),
-        *("over the best of other turns", "plain over itself", "drafted/step", ""),
+        *("over the best of other turns", "over the best by costs", "plain over itself", "drafted/step", ""),
     )
     lines = [
         [
@@ -263,6 +321,7 @@ def findings(entries: Sequence[dict[str, Any]]) -> Findings:
             f"{e['over_plain']:.3f}",
             f"{e['over_best']:.3f} [{e['spread'][0]:.3f}, {e['spread'][1]:.3f}]",
             f"{e['over_best_elsewhere']:.3f}",
+            "" if e["over_best_by_costs"] is None else f"{e['over_best_by_costs']:.3f}",
             f"{e['plain_beside_itself']:.3f}",
             f"{e['drafted_per_step']:.2f}",
             "loses" if e["loses"] else "",
@@ -274,13 +333,19 @@ def findings(entries: Sequence[dict[str, Any]]) -> Findings:
     plain = min(e["over_plain"] for e in entries)
     itself = [e["plain_beside_itself"] for e in entries]
     elsewhere = statistics.median(e["over_best_elsewhere"] for e in entries)
+    by_costs = [e["over_best_by_costs"] for e in entries if e["over_best_by_costs"] is not None]
     text = (
-        "Quotients of medians over rounds, with the extremes of rounds. The default has "
+        "Quotients in the median of rounds, with the extremes of rounds. The default has "
         f"{middle:.3f} of the best way's speed in the median of cells (goal {MEDIAN}), at least "
         f"{worst['over_best']:.3f} (goal {LEAST}), and at least {plain:.3f} of plain decoding's (goal {ALLOWED}). "
         f"Plain decoding has {min(itself):.3f} to {max(itself):.3f} of its own speed, which is noise. Over the way "
         f"that is best in the other turns, the default has {elsewhere:.3f} in the median of cells."
     )
+    if by_costs:
+        text += (
+            f" By the costs of the steps that were made, it has {statistics.median(by_costs):.3f} of the best way's "
+            f"speed in the median of cells, and at least {min(by_costs):.3f}."
+        )
     summary = {"entries": list(entries), "median": middle, "least": worst["over_best"], "over_plain": plain}
     return Findings(tables=[Table(head=head, lines=lines)], panels=_panels(entries), text=text, summary=summary)
 

@@ -41,10 +41,10 @@ def test_costs_are_kept_apart_and_everything_else_where_it_was(tmp_path: Path, m
     assert len(list((tmp_path / "own").iterdir())) == 2
 
 
-def test_figures_are_quotients_of_medians_over_the_best_way():
+def test_figures_are_medians_of_quotients_over_the_best_way():
     def row(round_: int, **seconds: float) -> dict[str, object]:
         ways = {
-            way.replace("_", ":"): {"seconds": s, "turns": [s / 2] * 2, "drafted": 5, "steps": 10}
+            way.replace("_", ":"): {"seconds": s, "turns": [s / 2] * 2, "drafted": 5, "steps": 10, "by_costs": s}
             for way, s in {**seconds, CONTROL: seconds["plain"]}.items()
         }
         return {"round": round_, "temperature": 1.0, "seeded": True, "requests": 8, "state": "kept", "ways": ways}
@@ -53,6 +53,8 @@ def test_figures_are_quotients_of_medians_over_the_best_way():
     [found] = never_loses.summarise(rows)
     assert (found["best"], found["over_plain"], found["over_best"]) == ("fixed:2", 1.0, pytest.approx(0.9))
     assert found["spread"] == pytest.approx([1 / 9, 2.0])
+    # 1 + 2 + 4 of plain decoding are most, 2 + 1.8 + 1 of `fixed:2` are least, and the default has 12.
+    assert found["over_best_by_costs"] == pytest.approx(4.8 / 12)
     assert found["loses"]
     assert "at least 0.900 (goal 0.93)" in never_loses.findings([found]).text
 
