@@ -140,9 +140,11 @@ class ModelDrafter(SlottedDrafter[Tree]):
         kept = {}
         for state, path in zip(states, paths, strict=True):
             own = self.own(state)
-            kept[own.slot] = [own.fed[node] for node in path if node in own.fed]
-            own.fed.clear()
-        self.lm.commit(kept)
+            if own.fed:
+                kept[own.slot] = [own.fed[node] for node in path if node in own.fed]
+                own.fed.clear()
+        if kept:
+            self.lm.commit(kept)
 
     def reuse(self, state: object, request: Request, length: int) -> TreeState:
         own = self.checked(state)

@@ -141,11 +141,12 @@ class Experience:
         self.num_steps += 1
         drafts = [(made.num_draft_tokens, made.num_accepted_tokens) for made in steps]
         draws = [request.sampling.temperature > 0 for request in requests]
-        self.greedy.note(draft for draft, drawn in zip(drafts, draws, strict=True) if not drawn)
-        self.sampled.note(draft for draft, drawn in zip(drafts, draws, strict=True) if drawn)
+        drafting = sum([drafted > 0 for drafted, _ in drafts])
+        if drafting:
+            self.greedy.note(draft for draft, drawn in zip(drafts, draws, strict=True) if not drawn)
+            self.sampled.note(draft for draft, drawn in zip(drafts, draws, strict=True) if drawn)
         if self.costs is not None and seconds is not None:
-            longest = max(drafted for drafted, _ in drafts)
-            drafting = sum(drafted > 0 for drafted, _ in drafts)
+            longest = max(drafts)[0]
             costs = self.costs.steps(len(steps), sampled=any(draws), context=choice.context, longest=longest)
             self._drift.note(seconds, costs[drafting][longest])
         if self.num_steps >= self._next_save:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from outrider.core.types import InputError, Running, Step
-from outrider.lengths.acceptance import PRIOR, VARIANCE, WIDE_VARIANCE, OwnAcceptance, tokens_by_length
+from outrider.lengths.acceptance import VARIANCE, WIDE_VARIANCE, OwnAcceptance, prior_rates, tokens_by_length
 from outrider.lengths.costs import CostTable, Steps
 from outrider.lengths.experience import Choice, Experience, Habit
 from outrider.trees.protocol import Level
@@ -82,7 +82,8 @@ class GoodputLength:
         if costs is None:
             return Choice(lengths=[min(room, self.fallback) for room in rooms], habit=habit)
         context = sum([len(state.tokens) for state in states]) // len(states)
-        ids, rooms = [state.request.id for state in states], [min(room, self.limit(None)) for room in rooms]
+        ids, limit = [state.request.id for state in states], self.limit(None)
+        rooms = [min(room, limit) for room in rooms]
         if habit.age < HOLD and habit.ids == ids and habit.rooms == rooms:
             older = replace(habit, age=habit.age + 1, rested=habit.rested + 1 if habit.resting else 0)
             return Choice(lengths=habit.lengths, habit=older, context=context)
@@ -95,7 +96,7 @@ class GoodputLength:
             for i in seeded:
                 lengths[i] = min(rooms[i], self.fallback)
         elif seeded:
-            prior = [PRIOR] * self.most
+            prior = prior_rates(self.most)
             tokens = [self._tokens(states[i], prior, WIDE_VARIANCE, rooms[i]) for i in seeded]
             plan = _best(_plans(steps, tokens, margin_of(costs)))
             _let_draft(lengths, [seeded[k] for k in plan.who], rooms, plan.length if plan.gain > 0 else 0)

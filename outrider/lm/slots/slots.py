@@ -250,7 +250,7 @@ class Slots(SlotTable[Slot]):
         own = self[slot]
         if not 0 <= length <= own.length:
             raise ValueError(f"slot {slot} has {own.length} committed tokens, cannot keep {length}")
-        own.length, own.pending = length, Pending()
+        own.length, own.pending = length, _chain(0)
         self.cache.shorten(slot, length)
 
     def commit(self, paths: Mapping[int, Sequence[int]]) -> None:
@@ -275,7 +275,7 @@ class Slots(SlotTable[Slot]):
                 self.cache.move(moves)
         for slot, path in paths.items():
             own = self[slot]
-            own.length, own.pending = own.length + len(path), Pending()
+            own.length, own.pending = own.length + len(path), _chain(0)
             self.cache.shorten(slot, own.length)
 
     def copy(self, source: int, length: int) -> int:
