@@ -221,7 +221,7 @@ def test_some_function_must_be_called(client: httpx.Client, tools: list[Any], st
 @pytest.mark.parametrize("streams", [False, True])
 def test_several_functions_may_be_called_at_once(client: httpx.Client, streams: bool) -> None:
     grown = 0
-    for seed in range(4):
+    for seed in range(32):
         body = {**TALK, "tools": [CLOCK, WEATHER], "tool_choice": "required", "max_completion_tokens": 60}
         body |= {"temperature": 1.0, "seed": seed}
         if streams:
@@ -234,6 +234,9 @@ def test_several_functions_may_be_called_at_once(client: httpx.Client, streams: 
         whole = calls if reason == "tool_calls" else calls[:-1]
         assert all(call["name"] in ("clock", "weather") and json.loads(call["arguments"]) is not None for call in whole)
         grown = max(grown, len(calls))
+        if seed >= 3 and grown > 1:
+            break
+    # Whether a text has several calls within so few tokens is left to chance.
     assert grown > 1
 
 
