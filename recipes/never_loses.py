@@ -4,7 +4,7 @@
 from 1 to 8. A cell is a pair of models, a temperature, whether requests come with seeds, and a number of requests at
 once. Each cell is measured in fresh processes: with an empty cache, so that loading measures the costs of steps for one
 and a half seconds, and with costs and acceptance that earlier processes kept. In a process all ways answer the same
-prompts in six turns, in random order, after each shape of forward has run. Each turn has prompts of its own. Outputs go
+prompts in some turns, in random order, after each shape of forward has run. Each turn has prompts of its own. Outputs go
 on behind end tokens, so that all ways emit as many tokens. The default settings get no warm-up of their own: what they
 must learn counts.
 
@@ -60,7 +60,7 @@ PLAIN, DEFAULT, CONTROL = "plain", "default", "plain, again"
 LEARNT = (COSTS, "acceptance")
 """The kinds of records that a process with an empty cache must not see."""
 PASSES = 6
-"""How often each way has its turn. A machine is slower now and then, which must not fall on one way alone."""
+"""How often each way has its turn by default. A machine is slower now and then, which must not fall on one way alone."""
 
 
 @contextmanager
@@ -172,8 +172,8 @@ def answered(asked: Mapping[str, Any]) -> Row:
         timed(engine, prompts, {**asked, "first": 0, "max_new_tokens": 16})
     engines[DEFAULT] = default
     order, made = random.Random(asked["round"]), {way: list[Row]() for way in engines}
-    for turn in range(PASSES):
-        first = (PASSES * asked["round"] + turn) * asked["requests"]
+    for turn in range(asked["passes"]):
+        first = (asked["passes"] * asked["round"] + turn) * asked["requests"]
         for way in order.sample([*engines], len(engines)):
             # Plain decoding uses the slots of the default engine, which keeps some warm.
             default.rest()
@@ -383,6 +383,7 @@ def run(
     states: str = "empty,kept",
     max_new_tokens: int = 96,
     rounds: int = 3,
+    passes: int = PASSES,
     threads: int = 2,
 ) -> list[dict[str, Any]]:
     """Measure and write; returns an entry per cell and state."""
@@ -403,6 +404,7 @@ def run(
             "drafter": drafter,
             "lengths": options.whole_numbers("--lengths", lengths),
             "max_new_tokens": max_new_tokens,
+            "passes": passes,
             "threads": threads,
             "kept": str((Path(scratch) if out is None else out.absolute()) / "kept"),
         }
@@ -429,6 +431,7 @@ def main(
     states: Annotated[str, typer.Option(help="What earlier processes left: empty, kept.")] = "empty,kept",
     max_new_tokens: options.MaxNewTokens = 96,
     rounds: options.Rounds = 3,
+    passes: Annotated[int, typer.Option(min=2, help="Turns of each way in a process.")] = PASSES,
     threads: options.Threads = 2,
 ) -> None:
     """Measure the default settings beside plain decoding and every fixed length, in fresh processes."""
@@ -442,6 +445,7 @@ def main(
         states=states,
         max_new_tokens=max_new_tokens,
         rounds=rounds,
+        passes=passes,
         threads=threads,
     )
 

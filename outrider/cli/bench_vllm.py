@@ -48,7 +48,7 @@ def bench_vllm(
 
 def _measured(drafting: VllmProcess, request: RequestOptions, options: BenchOptions, as_json: bool) -> int:
     """Measure with the launch of a process, whose folder may hold the drafter, and without its drafter."""
-    check_request(body_of(request), drafting.launch.speculation is not None)
+    check_request(body_of(request), drafting.launch, drafting.python)
     plain = replace(drafting.launch, speculation=None)
     ways = [("vllm, plain", plain)]
     if drafting.launch != plain:

@@ -93,7 +93,7 @@ def _make(task: Task, engine: EngineOptions, prompts: Sequence[Entry], wanted: S
         fields |= {"logprobs": task.logprobs, "return_tokens_as_token_ids": True}
     process = engine.process(task.setup, engine.vllm_python)
     try:
-        check_request(fields, process.launch.speculation is not None)
+        check_request(fields, process.launch, process.python)
         made = Run(task=task)
         with process:
             card = process.remote.models()[0]

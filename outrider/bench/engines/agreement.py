@@ -1,5 +1,6 @@
-"""Whether an engine says what the target says: each of its tokens beside the target's likeliest one."""
+"""Whether an engine says what the target says: greedily token by token, and drawn by how surprising its tokens are."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,3 +32,35 @@ def agreement(target: PreTrainedModel, prompt: Sequence[int], output: Sequence[i
     gaps = logits.max(-1).values - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
     wrong = gaps.nonzero()[:, 0].tolist()
     return Agreement(first=wrong[0] if wrong else None, gap=float(gaps[wrong[0]]) if wrong else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surprise:
+    r"""How surprising drawn tokens are to the target. Sums over several outputs can be added up.
+
+    Attributes:
+        excess: Sum of $-\log p(x)$ less its expectation, the entropy.
+        variance: Sum of the variance of $-\log p(x)$.
+    """
+
+    excess: float
+    variance: float
+
+    def __add__(self, other: "Surprise") -> "Surprise":
+        return Surprise(excess=self.excess + other.excess, variance=self.variance + other.variance)
+
+    @property
+    def deviations(self) -> float:
+        """The excess in standard deviations: around 0 where the tokens are drawn from the target's law."""
+        return self.excess / math.sqrt(max(self.variance, 1e-12))
+
+
+@torch.inference_mode()
+def surprise(target: PreTrainedModel, prompt: Sequence[int], output: Sequence[int], temperature: float) -> Surprise:
+    """How surprising an output is that was drawn at a temperature."""
+    ids = torch.tensor([[*prompt, *output]], device=target.device)
+    said = torch.log_softmax(target(ids).logits[0, len(prompt) - 1 : -1].double() / temperature, dim=-1)
+    law, entropy = said.exp(), -(said.exp() * said).sum(-1)
+    variance = (law * said.square()).sum(-1) - entropy.square()
+    drawn = -said.gather(1, ids[0, len(prompt) :, None])[:, 0]
+    return Surprise(excess=float((drawn - entropy).sum()), variance=float(variance.sum()))

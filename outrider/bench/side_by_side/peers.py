@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.bench.engines import llama, openvino, vllm
-from outrider.bench.engines.agreement import agreement
+from outrider.bench.engines.agreement import Surprise, agreement, surprise
 from outrider.bench.engines.driver import Asked, Options
 from outrider.bench.engines.engine import DRAFT_MODEL, converted
 from outrider.bench.engines.engine import Engine as OtherEngine
@@ -27,6 +27,8 @@ NEARLY = {"bfloat16": 0.5, "float32": 0.01}
 """By how much, in logits, the target may prefer its own token to an engine's, by what both compute in."""
 NUM_COMPARED = 3
 """Prompts on which an engine's tokens are compared with the target's."""
+MOST_SURPRISING = 8.0
+"""By how many standard deviations drawn tokens may be more surprising than the target's own."""
 
 
 def usual_folder() -> Path:
@@ -130,6 +132,7 @@ class Peers:
             self.left_out[other.title] = str(error)
             return []
         found = []
+        temperature = 1.0 if self.generation.sampling is None else self.generation.sampling.temperature
         for mode in other.modes:
             title = f"{other.title}, {mode}"
             if mode == DRAFT_MODEL and draft is None:
@@ -151,10 +154,10 @@ class Peers:
                 process.start(options)
                 self._running.enter_context(process)
                 self._compare(process)
+                self._compare_drawn(process, temperature)
             except (CannotMake, Stopped, Refused) as error:
                 self.left_out[title] = str(error)
                 continue
-            temperature = 1.0 if self.generation.sampling is None else self.generation.sampling.temperature
             found.append(driver_way(title, self.engine, process, temperature, drafts=mode != "plain"))
         return found
 
@@ -205,6 +208,22 @@ class Peers:
                     f"it does not say what the target says: at temperature 0, token {found.first} of an answer is "
                     f"{found.gap:.2f} logits behind the target's own"
                 )
+
+    def _compare_drawn(self, process: Process, temperature: float) -> None:
+        """Raise CannotMake where tokens that an engine draws are far more surprising than the target's own."""
+        if temperature == 0:
+            return
+        target: Any = self.engine.parts.target
+        found = Surprise(excess=0.0, variance=0.0)
+        for prompt in self.greedy[:NUM_COMPARED]:
+            asked = Asked(prompts=[prompt], new_tokens=self.new_tokens, temperature=temperature, seed=0)
+            [tokens] = process.ask(asked).tokens
+            found += surprise(target.model, prompt, tokens, temperature)
+        if found.deviations > MOST_SURPRISING:
+            raise CannotMake(
+                f"it does not draw what the target draws: at temperature {temperature:g} its tokens are "
+                f"{found.deviations:.0f} standard deviations more surprising than the target's own"
+            )
 
 
 def draft_model_of(engine: Engine) -> Any:

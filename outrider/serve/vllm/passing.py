@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import tempfile
 import time
@@ -28,11 +29,14 @@ from outrider.serve.keys import Keys
 from outrider.serve.limits import Limits
 from outrider.serve.settings import Settings
 from outrider.serve.sse import DONE, event
+from outrider.serve.vllm.launch import GREEDY_ALONE, must_be_greedy
 from outrider.serve.vllm.process import VllmProcess
 from outrider.serve.vllm.weights import WeightRoutes
 
 ROUTES = ("/v1", "/tokenize", "/detokenize", "/tokenizer_info", "/load", "/metrics")
 """What is passed on. vLLM has other routes that change it, and no key guards them."""
+GENERATE = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+"""Routes that generate."""
 NOT_PASSED = frozenset(
     {"host", "connection", "keep-alive", "transfer-encoding", "te", "upgrade", "content-length", "authorization"}
     | {"x-api-key", "x-request-id", "accept-encoding", "proxy-connection", "expect", "server", "date"}
@@ -226,6 +230,8 @@ class Passing:
         headers = {name: value for name, value in request.headers.items() if name not in NOT_PASSED}
         headers |= self._own | {"x-request-id": request.state.request_id, "accept-encoding": "identity"}
         body = await whole(request, service.limits.max_body_bytes)
+        if path in GENERATE and must_be_greedy(service.process.launch, service.process.python):
+            _check_greedy(body)
         asked = self._client.build_request(
             request.method, path, params=request.query_params, headers=headers, content=body or None
         )
@@ -261,6 +267,16 @@ class Passing:
         finally:
             self._service.in_flight -= 1
             await answer.aclose()
+
+
+def _check_greedy(body: bytes) -> None:
+    """Refuse a request above temperature 0. What is no JSON object is left to vLLM."""
+    try:
+        asked = json.loads(body)
+    except ValueError:
+        return
+    if isinstance(asked, dict) and asked.get("temperature") != 0:
+        refuse("temperature", f"{GREEDY_ALONE}; ask for temperature 0, or let the server run with --drafter none")
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -6,9 +6,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from outrider.bench.engines import openvino
-from outrider.bench.engines.agreement import agreement
+from outrider.bench.engines.agreement import Surprise, agreement, surprise
 from outrider.bench.engines.driver import Asked, Options
 from outrider.bench.engines.engine import converted
 from outrider.bench.engines.environments import CannotMake, Environment, Room
@@ -52,6 +53,27 @@ def test_a_driver_decodes_until_its_input_ends():
         drawn = driver.ask(asked(PROMPTS[:1], temperature=1.0))
         assert [len(tokens) for tokens in drawn.tokens] == [12]
         assert drawn.seconds > 0
+
+
+def test_drawn_tokens_are_judged_by_how_surprising_they_are_to_the_target():
+    target, random = open_model(str(EMBEDDED_DRAFT), dtype="float32"), torch.Generator().manual_seed(0)
+
+    def drawn(temperature: float) -> list[int]:
+        ids = [*PROMPTS[0]]
+        for _ in range(60):
+            row = target(torch.tensor([ids])).logits[0, -1] / temperature
+            ids.append(int(torch.multinomial(row.softmax(-1), 1, generator=random)))
+        return ids[len(PROMPTS[0]) :]
+
+    with torch.inference_mode():
+        right = [surprise(target, PROMPTS[0], drawn(each), each) for each in (1.0, 0.7)]
+        warm = surprise(target, PROMPTS[0], drawn(3.0), 1.0)
+        words = torch.randint(target.config.vocab_size, (60,), generator=random).tolist()
+        garbage = surprise(target, PROMPTS[0], words, 1.0)
+    assert all(abs(each.deviations) < 4 for each in right)
+    assert min(warm.deviations, garbage.deviations) > 8
+    both = right[0] + garbage
+    assert both == Surprise(excess=right[0].excess + garbage.excess, variance=right[0].variance + garbage.variance)
 
 
 @pytest.mark.parametrize(

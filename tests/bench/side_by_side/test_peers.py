@@ -79,6 +79,17 @@ def test_an_engine_that_says_something_else_or_does_not_start_is_left_out(some_o
     assert made.left_out["Scripted, draft model"] == "the setup has no draft model"
 
 
+def test_an_engine_that_draws_something_else_is_left_out(some_of, monkeypatch):
+    hot = replace(scripted("plain", "hot"), title="Behind", command=lambda _: transformers_driver.COMMAND)
+    monkeypatch.setattr(peers, "OUTSIDE", {"vllm": hot})
+    with some_of(names=("vllm",), pythons={"vllm": Path(sys.executable)}) as made:
+        made.new_tokens, made.generation = 40, Generation(max_new_tokens=40, sampling=Sampling(temperature=1))
+        assert [way.name for way in made.ways()] == ["Behind, plain"]
+    assert made.left_out["Behind, hot"].startswith(
+        "it does not draw what the target draws: at temperature 1 its tokens"
+    )
+
+
 def test_another_engine_answers_the_same_tokens_for_as_long(some_of, engine, monkeypatch):
     # transformers behind a driver stands for an engine of its own.
     behind = replace(scripted("plain"), title="Behind", command=lambda _: transformers_driver.COMMAND)

@@ -23,6 +23,12 @@ def python(tmp_path_factory) -> VllmPython:
     return VllmPython.of(fake_python(tmp_path_factory.mktemp("fake")))
 
 
+@pytest.fixture(scope="session")
+def gpu_python(tmp_path_factory) -> VllmPython:
+    """One whose vLLM is not the build for CPUs."""
+    return VllmPython.of(fake_python(tmp_path_factory.mktemp("fake"), package="vllm"))
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory) -> Path:
     """Where answers are kept."""
@@ -30,11 +36,11 @@ def answers(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def passing(python, answers) -> Iterator[str]:
+def passing(gpu_python, answers) -> Iterator[str]:
     """The address of a server in front of the fake."""
     launch = Launch(target="/a/target", speculation=DRAFTS, names=("mine",), updates_weights=True)
     settings = Settings(keys=("secret",), admin_key="admin", answers=answers)
-    with VllmProcess(python, launch) as process:
+    with VllmProcess(gpu_python, launch) as process:
         service = PassingService(process, Limits(max_body_bytes=10_000))
         with listening(make_passing_app(service, settings), service) as url:
             yield url

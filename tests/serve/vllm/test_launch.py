@@ -14,6 +14,7 @@ from outrider.serve.vllm.options import EngineOptions
 from outrider.serve.vllm.process import VllmProcess
 from outrider.serve.vllm.python import VllmPython
 from outrider.setup import Setup
+from tests.serve.vllm.conftest import DRAFTS
 from tests.serve.vllm.fakes import fake_python
 
 
@@ -116,12 +117,24 @@ def test_flags_that_outrider_owns_or_that_are_none_are_refused(python, text):
         Launch.of(Setup(), python, text)
 
 
-def test_settings_that_vllm_drops_while_it_drafts_are_refused():
-    check_request({"min_p": 0.0, "logit_bias": None, "top_p": 0.5}, speculates=True)
-    check_request({"min_p": 0.1}, speculates=False)
+def test_settings_that_vllm_drops_while_it_drafts_are_refused(gpu_python):
+    drafts = Launch(target="/a/target", engine_args=("--speculative-config", "{}"))
+    plain = Launch(target="/a/target")
+    check_request({"min_p": 0.0, "logit_bias": None, "top_p": 0.5}, drafts, gpu_python)
+    check_request({"min_p": 0.1}, plain, gpu_python)
     for name, value in (("min_p", 0.1), ("logit_bias", {"3": 1.0})):
         with pytest.raises(InputError, match=f"vLLM does not keep {name} while it drafts"):
-            check_request({name: value}, speculates=True)
+            check_request({name: value}, drafts, gpu_python)
+
+
+def test_a_build_for_cpus_that_drafts_is_asked_for_greedy_outputs_alone(python, gpu_python):
+    drafts = Launch(target="/a/target", speculation=DRAFTS)
+    for fields in ({}, {"temperature": 1.0}):
+        with pytest.raises(InputError, match="wrong tokens above temperature 0 while it drafts; give --temperature 0"):
+            check_request(fields, drafts, python)
+        check_request(fields, drafts, gpu_python)
+        check_request(fields, Launch(target="/a/target"), python)
+    check_request({"temperature": 0.0}, drafts, python)
 
 
 @pytest.mark.parametrize(

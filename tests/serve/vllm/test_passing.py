@@ -18,6 +18,7 @@ from outrider.serve.vllm.passing import PassingService, make_passing_app
 from outrider.serve.vllm.process import VllmProcess
 from outrider.serve.vllm.weights import WeightRoutes
 from tests.serve.served import listening
+from tests.serve.vllm.conftest import DRAFTS
 
 BODY = {"model": "mine", "prompt": [3, 4, 5], "max_tokens": 4}
 ADMIN = {"authorization": "Bearer admin"}
@@ -136,3 +137,24 @@ def test_a_vllm_without_routes_for_weights_says_how_to_start_it(python, tmp_path
         assert counters(process.remote) == {"drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0}
         with pytest.raises(InputError, match="this vLLM has no route /pause; start it with `outrider serve"):
             WeightRoutes(Remote(url=process.remote.url)).renew(tmp_path / "w")
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_a_build_for_cpus_that_drafts_is_asked_for_greedy_outputs_alone(python, route):
+    body = {"model": "mine", "prompt": "abc", "messages": [{"role": "user", "content": "abc"}]}
+    for speculation, statuses in ((DRAFTS, (400, 400, 200)), (None, (200, 200, 200))):
+        launch = Launch(target="/a/target", speculation=speculation, names=("mine",))
+        with VllmProcess(python, launch) as process:
+            service = PassingService(process, Limits())
+            with (
+                listening(make_passing_app(service, Settings()), service) as url,
+                httpx.Client(base_url=url, timeout=30) as client,
+            ):
+                asked = [body, body | {"temperature": 1}, body | {"temperature": 0}]
+                answers = [client.post(f"/v1/{route}", json=each) for each in asked]
+                assert tuple(answer.status_code for answer in answers) == statuses
+                if speculation is not None:
+                    error = answers[0].json()["error"]
+                    assert error["param"] == "temperature"
+                    assert "wrong tokens above temperature 0 while it drafts; ask for temperature 0" in error["message"]
+                    assert client.get("/v1/models").status_code == 200
