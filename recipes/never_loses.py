@@ -4,7 +4,7 @@
 from 1 to 8. A cell is a pair of models, a temperature, whether requests come with seeds, and a number of requests at
 once. Each cell is measured in fresh processes: with an empty cache, so that loading measures the costs of steps for one
 and a half seconds, and with costs and acceptance that earlier processes kept. In a process all ways answer the same
-prompts in some turns, in random order, after each shape of forward has run. Each turn has prompts of its own. Outputs go
+prompts in some turns, in random order, after each shape of forward has run. Each turn has its own prompts. Outputs go
 on behind end tokens, so that all ways emit as many tokens. The default settings get no warm-up of their own: what they
 must learn counts.
 
@@ -60,7 +60,7 @@ PLAIN, DEFAULT, CONTROL = "plain", "default", "plain, again"
 LEARNT = (COSTS, "acceptance")
 """The kinds of records that a process with an empty cache must not see."""
 PASSES = 6
-"""How often each way has its turn by default. A machine is slower now and then, which must not fall on one way alone."""
+"""How often each way has its turn. A machine is slower now and then, which must not fall on one way alone."""
 
 
 @contextmanager
