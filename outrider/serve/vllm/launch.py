@@ -35,7 +35,7 @@ SMOKE_TEST = "expected.json"
 TOKENS = 5
 """Draft tokens of a step where no length is given."""
 GREEDY_ALONE = "vLLM's build for CPUs makes wrong tokens above temperature 0 while it drafts"
-"""Seen in 0.32, whatever drafts and however its drafts are drawn: texts of random words, where plain decoding writes
+"""Seen in 0.32 with a draft model, drawn and greedy, and with `ngram`: random words, where plain decoding writes
 sentences."""
 
 

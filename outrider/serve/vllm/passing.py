@@ -273,7 +273,7 @@ def _check_greedy(body: bytes) -> None:
     """Refuse a request above temperature 0. What is no JSON object is left to vLLM."""
     try:
         asked = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return
     if isinstance(asked, dict) and asked.get("temperature") != 0:
         refuse("temperature", f"{GREEDY_ALONE}; ask for temperature 0, or let the server run with --drafter none")
