@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-PRIOR, WEIGHT = 0.6, 4.0
-"""Acceptance before any is seen, and its weight in tested tokens."""
+PRIOR, WEIGHT = 0.6, 8.0
+"""Acceptance at depth 1 before any is seen; and as how many tested tokens of a depth the other depths count."""
 RISE = 0.4
 """How much the logit of acceptance rises from a depth to one that is e times as deep. It is 0.45 in texts of the
 embedded pair at temperature 1."""
@@ -13,19 +13,20 @@ HALF_LIFE = 500.0
 """Tested tokens after which a pooled count weighs half."""
 OWN_DECAY = 0.99
 """Weight of a request's earlier steps, per step, whether it drafted or not."""
-VARIANCE, WIDE_VARIANCE = 0.3, 2.5
-"""Variance between requests of the logit of acceptance: around the pooled one, and around a fixed prior."""
+VARIANCE, WIDE_VARIANCE = 0.3, 1.5
+"""Variance of the logit of acceptance: between requests of the same texts, and around the prior."""
 NEWTON_STEPS, LONGEST_STEP = 4, 2.0
-"""Iterations that find a request's own logit, and how far one may move it."""
+"""Iterations that find how far to move logits, and how far one of them may."""
 
 
 @dataclass(kw_only=True)
 class PooledAcceptance:
     r"""Acceptance by depth over all requests. Changes in place.
 
-    $a_i = (k_i + 4 \bar a) / (n_i + 4)$, with $n_i$ tokens tested at depth i and $k_i$ of them accepted, both decayed,
-    and $\bar a = (\sum k + 4 \cdot 0.6) / (\sum n + 4)$. A token is tested if all before it were accepted. So the first
-    rejected token of a draft is tested, and the tokens behind it are not.
+    $a_i = (k_i + 8 \bar a_i) / (n_i + 8)$, with $n_i$ tokens tested at depth i, $k_i$ of them accepted, both decayed.
+    $\bar a_i$ is `prior_rates`, with all logits moved as far as the counts of all depths make likeliest. A token is
+    tested if all before it were accepted. So the first rejected token of a draft is tested, and the tokens behind it
+    are not.
 
     Attributes:
         tested: n, from depth 1 on.
@@ -58,10 +59,10 @@ class PooledAcceptance:
 
     def rates(self, longest: int) -> list[float]:
         """$a_1, a_2, \\ldots$ up to a depth."""
-        mean = (sum(self.accepted) + WEIGHT * PRIOR) / (sum(self.tested) + WEIGHT)
-        counts = list(zip(self.tested, self.accepted, strict=True))[:longest]
-        found = [(accepted + WEIGHT * mean) / (tested + WEIGHT) for tested, accepted in counts]
-        return found + [mean] * (longest - len(found))
+        moved = _moved(prior_rates(longest), self.tested, self.accepted, WIDE_VARIANCE)
+        counts = zip(self.tested, self.accepted, moved, strict=False)
+        found = [(accepted + WEIGHT * rate) / (tested + WEIGHT) for tested, accepted, rate in counts]
+        return found + moved[len(found) :]
 
     def spread(self, length: int) -> float:
         r"""Standard deviation of the expected tokens of a draft, from that of the rates (delta method).
@@ -120,18 +121,7 @@ class OwnAcceptance:
             pooled: That of all requests.
             variance: Of the prior of u.
         """
-        if not self.tested:
-            return list(pooled)
-        logits = [math.log(rate / (1 - rate)) for rate in (min(max(p, 1e-4), 1 - 1e-4) for p in pooled)]
-        own = 0.0
-        for _ in range(NEWTON_STEPS):
-            slope, curvature = -own / variance, 1 / variance
-            for logit, tested, accepted in zip(logits, self.tested, self.accepted, strict=False):
-                rate = 1 / (1 + math.exp(-logit - own))
-                slope += accepted - tested * rate
-                curvature += tested * rate * (1 - rate)
-            own += min(max(slope / curvature, -LONGEST_STEP), LONGEST_STEP)
-        return [1 / (1 + math.exp(-logit - own)) for logit in logits]
+        return _moved(pooled, self.tested, self.accepted, variance)
 
 
 def prior_rates(longest: int) -> list[float]:
@@ -159,3 +149,19 @@ def tokens_by_length(rates: Sequence[float]) -> list[float]:
         reached *= rate
         found.append(found[-1] + reached)
     return found
+
+
+def _moved(rates: Sequence[float], tested: Sequence[float], accepted: Sequence[float], variance: float) -> list[float]:
+    """Rates whose logits are all moved by the likeliest number, which is around 0 with this variance at first."""
+    if not tested:
+        return list(rates)
+    logits = [math.log(rate / (1 - rate)) for rate in (min(max(p, 1e-4), 1 - 1e-4) for p in rates)]
+    own = 0.0
+    for _ in range(NEWTON_STEPS):
+        slope, curvature = -own / variance, 1 / variance
+        for logit, count, kept in zip(logits, tested, accepted, strict=False):
+            rate = 1 / (1 + math.exp(-logit - own))
+            slope += kept - count * rate
+            curvature += count * rate * (1 - rate)
+        own += min(max(slope / curvature, -LONGEST_STEP), LONGEST_STEP)
+    return [1 / (1 + math.exp(-logit - own)) for logit in logits]

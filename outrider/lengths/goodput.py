@@ -11,9 +11,9 @@ from outrider.lengths.costs import CostTable, Steps
 from outrider.lengths.experience import Choice, Experience, Habit
 from outrider.trees.protocol import Level
 
-LIKELY, UNLIKELY, HOPELESS = -0.253, -0.842, -3.0
-"""The gain of drafts, in standard deviations: it is positive with a probability of 0.4, 0.2 and 0.001."""
-DOUBTS = 3
+LIKELY, UNLIKELY, HOPELESS = -0.253, -0.842, -2.0
+"""The gain of drafts, in standard deviations: it is positive with a probability of 0.4, 0.2 and 0.02."""
+DOUBTS = 6
 """Doubtful steps in a row after which drafting stops."""
 HOLD, BETTER = 8, 1.01
 """For how many steps a choice holds for the same requests, and how much faster another length must be."""
@@ -36,7 +36,7 @@ class GoodputLength:
     plain decoding: the drafter is not called, and a draft model does not read along.
 
     The choice reads no clock. A gain is one of more than seven percent, and of more than 1.645 standard errors of the
-    table's costs. It stops all drafts when they are unlikely to gain (a probability below 0.2 three times in a row),
+    table's costs. It stops all drafts when they are unlikely to gain (a probability below 0.2 six times in a row),
     and goes on when that becomes likelier (above 0.4). Meanwhile a draft of one token now and then, for half a percent
     of the time, tells whether acceptance has changed. Lengths are chosen before drafting, from earlier steps. So the
     law is kept.

@@ -6,20 +6,29 @@ import pytest
 from outrider.lengths.acceptance import (
     HALF_LIFE,
     OWN_DECAY,
-    PRIOR,
     WEIGHT,
+    WIDE_VARIANCE,
     OwnAcceptance,
     PooledAcceptance,
+    prior_rates,
     tokens_by_length,
 )
 
 
 def test_few_counts_lean_on_the_counts_of_all_depths():
     pooled = PooledAcceptance()
-    assert pooled.rates(2) == [PRIOR, PRIOR]
+    assert pooled.rates(2) == prior_rates(2)
     pooled.tested, pooled.accepted = [10.0, 6.0], [9.0, 3.0]
-    mean = (12 + WEIGHT * PRIOR) / (16 + WEIGHT)
-    assert pooled.rates(3) == pytest.approx([(9 + 4 * mean) / 14, (3 + 4 * mean) / 10, mean])
+    moved = OwnAcceptance(tested=(10.0, 6.0), accepted=(9.0, 3.0)).rates(prior_rates(3), WIDE_VARIANCE)
+    leaning = [(9 + WEIGHT * moved[0]) / (10 + WEIGHT), (3 + WEIGHT * moved[1]) / (6 + WEIGHT), moved[2]]
+    assert pooled.rates(3) == pytest.approx(leaning)
+
+
+@pytest.mark.parametrize("accepted", [0.0, 1.0])
+def test_a_depth_that_was_never_reached_follows_the_others(accepted):
+    pooled = PooledAcceptance(tested=[40.0], accepted=[40.0 * accepted])
+    assert (pooled.rates(4)[3] > prior_rates(4)[3]) == bool(accepted)
+    assert sorted(pooled.rates(4)[1:]) == pooled.rates(4)[1:]
 
 
 def test_counts_halve_after_a_half_life_of_tested_tokens():

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.core.types import InputError, Request, Running, Sampling
 from outrider.host import remembered
-from outrider.lengths.acceptance import PooledAcceptance, tokens_by_length
+from outrider.lengths.acceptance import PooledAcceptance, prior_rates, tokens_by_length
 from outrider.lengths.costs import CostTable, StepCost
 from outrider.lengths.experience import MOST_RECALLED, Experience, Habit
 from outrider.lengths.goodput import HOLD, MARGIN, GoodputLength, margin_of
@@ -149,7 +149,7 @@ def test_a_long_context_can_turn_drafts_into_a_loss():
 
 
 def test_drafts_go_on_where_they_seem_even_and_begin_again_only_where_they_are_likely_to_gain():
-    even = accepting(cost(0.62, 0.0), 0.6, steps=60)
+    even = accepting(cost(0.6, 0.0), 0.6, steps=30)
     for resting in (False, True):
         even.habit = Habit(resting=resting)
         assert (lengths(even, running(1)) == [0]) == resting
@@ -159,7 +159,7 @@ def test_drafts_go_on_where_they_seem_even_and_begin_again_only_where_they_are_l
 
 
 def test_what_hardly_differs_does_not_change_the_length():
-    flat = Experience(CostTable.of_formula(lambda b, n: tokens_by_length([0.6] * n)[-1] / (2 + 0.001 * n)))
+    flat = Experience(CostTable.of_formula(lambda b, n: tokens_by_length(prior_rates(n))[-1] / (2 + 0.001 * n)))
     for held in (2, 5, 7):
         flat.habit = Habit(ids=["0"], length=held)
         assert lengths(flat, running(1)) == [held]
