@@ -168,7 +168,7 @@ def answered(asked: Mapping[str, Any]) -> Row:
     prompts = [default.encode(text) for _, _, text in read_prompts(PROMPTS)]
     for length in asked["lengths"]:
         engines[f"fixed:{length}"] = with_length(fixed, length)
-    for engine in engines.values():
+    for engine in (*engines.values(), unlearning(default)):
         timed(engine, prompts, {**asked, "first": 0, "max_new_tokens": 16})
     engines[DEFAULT] = default
     order, made = random.Random(asked["round"]), {way: list[Row]() for way in engines}
@@ -188,6 +188,12 @@ def answered(asked: Mapping[str, Any]) -> Row:
         "busy": costs is not None and costs.busy,
         "ways": ways,
     }
+
+
+def unlearning(engine: Engine) -> Engine:
+    """The same engine, of whose steps the given one learns nothing."""
+    parts = replace(engine.parts, experience=engine.parts.experience.copied())
+    return Engine(parts, tokenizer=engine.tokenizer, max_slots=engine.max_slots, keep_warm=False)
 
 
 def with_length(engine: Engine, length: int) -> Engine:
