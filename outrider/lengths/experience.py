@@ -33,7 +33,7 @@ class Habit:
         age: Steps since these were chosen.
         length: The last draft length of requests without a seed. The other fields are about these requests too.
         doubts: Choices in a row before which drafts seemed to lose time.
-        resting: Whether steps are plain because drafts lose time.
+        resting: Whether steps are plain because drafts are not likely to gain. So it is at first.
         rested: Plain steps since the last draft.
     """
 
@@ -43,7 +43,7 @@ class Habit:
     age: int = 0
     length: int = 0
     doubts: int = 0
-    resting: bool = False
+    resting: bool = True
     rested: int = 0
 
 

@@ -21,6 +21,8 @@ MARGIN, CERTAIN, NEAR = 0.07, 1.645, 0.99
 """How much faster than a plain step drafts must seem at least, because costs are off by a few percent; at least so many
 standard errors of the costs, which holds with a probability of 95 %; and the share of the best rate at which a shorter
 draft is as good."""
+AHEAD = 0.5
+"""As how much of what a request may still emit its output is taken to go on."""
 ALLOWANCE, LEAST_REST = 0.005, 16
 """Share of the time that drafts may cost while steps are plain, and fewest plain steps between two of them."""
 
@@ -36,10 +38,10 @@ class GoodputLength:
     plain decoding: the drafter is not called, and a draft model does not read along.
 
     The choice reads no clock. A gain is one of more than seven percent, and of more than 1.645 standard errors of the
-    table's costs. It stops all drafts when they are unlikely to gain (a probability below 0.2 six times in a row),
-    and goes on when that becomes likelier (above 0.4). Meanwhile a draft of one token now and then, for half a percent
-    of the time, tells whether acceptance has changed. Lengths are chosen before drafting, from earlier steps. So the
-    law is kept.
+    table's costs. What a drafter must read before a request's first draft is part of the costs. Drafts begin when they
+    are likely to gain (a probability above 0.4). They stop when that is unlikely (below 0.2 six times in a row).
+    Meanwhile a draft of one token now and then, for half a percent of the time, tells whether acceptance has changed.
+    Lengths are chosen before drafting, from earlier steps. So the law is kept.
 
     A request that comes with a seed and a temperature above 0 repeats its text. Its length depends on the kept costs,
     the number of requests in the step, its own acceptance from a fixed prior, and that of other requests with a seed.
@@ -98,7 +100,7 @@ class GoodputLength:
         elif seeded:
             prior = prior_rates(self.most)
             tokens = [self._tokens(states[i], prior, WIDE_VARIANCE, rooms[i]) for i in seeded]
-            plan = _best(_plans(steps, tokens, margin_of(costs)))
+            plan = _best(_plans(steps, tokens, margin_of(costs), [_late(states[i], costs) for i in seeded]))
             _let_draft(lengths, [seeded[k] for k in plan.who], rooms, plan.length if plan.gain > 0 else 0)
         if others and any(rooms[i] for i in others):
             habit, who, length = self._pooled(experience, states, rooms, others, steps, costs, context)
@@ -126,7 +128,7 @@ class GoodputLength:
             self._tokens(states[i], rates[id(experience.pooled(states[i].request))], VARIANCE, rooms[i])
             for i in indices
         ]
-        plans = _plans(steps, tokens, margin_of(costs))
+        plans = _plans(steps, tokens, margin_of(costs), [_late(states[i], costs) for i in indices])
         plan = _best(plans)
         if not habit.resting and len(habit.ids) == num_requests and 0 < habit.length <= self.most:
             old = plans[habit.length - 1]
@@ -139,7 +141,7 @@ class GoodputLength:
         else:
             stops = doubts >= DOUBTS or sure <= HOPELESS
         if not stops:
-            return Habit(length=plan.length, doubts=doubts), [indices[k] for k in plan.who], plan.length
+            return Habit(length=plan.length, doubts=doubts, resting=False), [indices[k] for k in plan.who], plan.length
         tries = habit.resting and habit.rested >= _rest(steps, costs, num_requests, context)
         rested = 0 if tries else habit.rested + 1 if habit.resting else 1
         return Habit(length=habit.length, resting=True, rested=rested), indices, int(tries)
@@ -178,16 +180,21 @@ def margin_of(costs: CostTable) -> float:
     return max(MARGIN, CERTAIN * costs.doubt)
 
 
-def _plans(steps: Steps, tokens: Sequence[Sequence[float]], margin: float) -> list[_Plan]:
-    """The best plan of each length. The step's other requests are taken to be like these."""
+def _plans(steps: Steps, tokens: Sequence[Sequence[float]], margin: float, late: Sequence[float]) -> list[_Plan]:
+    """The best plan of each length. The step's other requests are taken to be like these.
+
+    Args:
+        late: Seconds for each token of a request, for what the drafter has to read first.
+    """
     count, share = len(tokens), (len(steps) - 1) / len(tokens)
     plain, found = steps[0][0], []
     for length in range(1, len(tokens[0])):
         order = sorted(range(count), key=lambda r: -tokens[r][length]) if count > 1 else [0]
-        emitted, best = float(count), (0.0, 0, 0.0)
+        emitted, reading, best = float(count), 0.0, (0.0, 0, 0.0)
         for drafting, r in enumerate(order, 1):
             emitted += tokens[r][length] - 1
-            cost = steps[math.ceil(drafting * share)][length] / plain
+            reading += late[r] * tokens[r][length]
+            cost = (steps[math.ceil(drafting * share)][length] + reading) / plain
             best = max(best, (emitted / count / cost, drafting, emitted / count - (1 + margin) * cost))
         rate, drafting, gain = best
         found.append(_Plan(length=length, who=order[:drafting], rate=rate, gain=gain))
@@ -204,6 +211,14 @@ def _let_draft(lengths: list[int], who: Sequence[int], rooms: Sequence[int], len
     """Set the lengths of some requests, as far as they have room."""
     for i in who:
         lengths[i] = min(rooms[i], length)
+
+
+def _late(state: Running, costs: CostTable) -> float:
+    """Seconds for each token that a request goes on, for what its drafter has to read before the first draft."""
+    if _own(state.length_state).tested:
+        return 0.0
+    emitted = len(state.tokens) - len(state.request.prompt)
+    return costs.catch_up * len(state.tokens) / max(1.0, AHEAD * (state.request.max_new_tokens - emitted))
 
 
 def _rest(steps: Steps, costs: CostTable, num_requests: int, context: int) -> float:

@@ -158,10 +158,29 @@ def test_drafts_go_on_where_they_seem_even_and_begin_again_only_where_they_are_l
     assert lengths(clear, running(1))[0] > 0
 
 
+def test_a_new_engine_drafts_only_where_drafts_are_likely_to_gain():
+    for draft, drafts in ((0.4, True), (1.0, False)):
+        assert any(lengths(Experience(CostTable.of_formula(cost(draft, 0.0))), running(2))) == drafts
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_what_the_drafter_has_to_read_first_counts_for_each_token_that_may_follow(repeats):
+    table = replace(CostTable.of_formula(cost(0.4, 0.0)), catch_up=0.05)
+    for most, drafts in ((20, False), (500, True)):
+        experience, states = accepting(table, 0.7), running(2, DRAWN if repeats else GREEDY, repeats=repeats)
+        for state in states:
+            state.request = replace(state.request, max_new_tokens=most)
+        assert all(length > 0 for length in settled(experience, states)) == drafts
+        # Who has drafted needs not read it again.
+        for state in states:
+            state.length_state = state.length_state.after(3, 3)
+        assert all(length > 0 for length in settled(experience, states))
+
+
 def test_what_hardly_differs_does_not_change_the_length():
     flat = Experience(CostTable.of_formula(lambda b, n: tokens_by_length(prior_rates(n))[-1] / (2 + 0.001 * n)))
     for held in (2, 5, 7):
-        flat.habit = Habit(ids=["0"], length=held)
+        flat.habit = Habit(ids=["0"], length=held, resting=False)
         assert lengths(flat, running(1)) == [held]
 
 
@@ -241,7 +260,7 @@ def test_costs_that_are_off_as_a_whole_are_noticed(factor, off, monkeypatch):
 def test_a_request_with_a_seed_reads_its_own_acceptance_and_nothing_pooled():
     costs = CostTable.of_formula(cost(0.15, 0.05))
     fresh, good, bad = Experience(costs), accepting(costs, 0.99), accepting(costs, 0.01)
-    good.habit, bad.habit = Habit(length=8, doubts=2), Habit(resting=True, rested=9)
+    good.habit, bad.habit = Habit(length=8, doubts=2, resting=False), Habit(resting=True, rested=9)
     states = running(3, DRAWN, repeats=True)
     first = lengths(fresh, states)
     assert min(first) > 0

@@ -41,7 +41,7 @@ def even(doubts: int = 1) -> Experience:
     """By which drafts seem doubtful: they go on after an accepted token, and stop after a rejected one."""
     found = Experience(CostTable.of_formula(lambda requests, length: requests * (1 + 0.507 * length), longest=2))
     found.sampled = PooledAcceptance(tested=[6.0], accepted=[2.0])
-    found.habit = Habit(doubts=doubts)
+    found.habit = Habit(doubts=doubts, resting=False)
     return found
 
 
