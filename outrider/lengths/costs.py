@@ -57,7 +57,7 @@ class CostTable:
     drafter, S the rest of a step, $S_0$ that of a plain one. $L_0$ is the shortest context that was measured, and the
     slopes k, which depend on b and $\gamma$, lead to the longest one. Between measured numbers of requests and lengths,
     costs follow straight lines. For more requests than were measured, F is read off by its number of tokens. Sampled
-    steps have the F of greedy ones, and a D and S of their own.
+    steps have a D and S of their own. F does not depend on that, so it is the mean of a sampled row and a greedy one.
 
     Attributes:
         rows: What was measured. For some number of requests there is a greedy plain step and a longer one.
@@ -193,14 +193,21 @@ class CostTable:
             return self._part("target", False, requests, longest)
         rows = self._batches(False)[most]
         tokens = [most * (1 + row.length) for row in rows]
-        return _line(requests * (1.0 + np.arange(longest + 1)), tokens, [row.target for row in rows])
+        return _line(requests * (1.0 + np.arange(longest + 1)), tokens, [self._of(row, "target") for row in rows])
 
     def _part(self, part: str, sampled: bool, requests: int, longest: int) -> Float[np.ndarray, " lengths"]:
         """A part of steps with drafts of 0 to `longest` tokens."""
         batches, lengths = self._batches(sampled), np.arange(longest + 1.0)
-        each = [_line(lengths, [row.length for row in b], [getattr(row, part) for row in b]) for b in batches.values()]
+        each = [_line(lengths, [row.length for row in b], [self._of(row, part) for row in b]) for b in batches.values()]
         by_length = np.stack(each, axis=1)
         return np.array([_line(np.array([float(requests)]), list(batches), values)[0] for values in by_length])
+
+    def _of(self, row: StepCost, part: str) -> float:
+        """A part of a row; the target's from all rows of such steps, because each has errors of its own."""
+        if part != "target":
+            return float(getattr(row, part))
+        kind = (row.requests, row.length, row.context)
+        return statistics.mean(r.target for r in self.rows if (r.requests, r.length, r.context) == kind)
 
     def _slopes(
         self, requests: int, longest: int

@@ -52,12 +52,12 @@ def test_who_does_not_draft_costs_the_drafter_nothing_and_the_target_the_padding
     assert all(seconds(TABLE, 4, 0, drafting=m) == 8.0 for m in range(5))
 
 
-def test_sampled_steps_have_greedy_forwards_and_a_rest_of_their_own():
-    own = [row(1, 0, 99.0, sampled=True, rest=1.7), row(1, 4, 99.0, sampled=True, drafter=3.0, rest=4.0)]
+def test_sampled_steps_have_a_rest_of_their_own_and_share_their_forwards_with_greedy_ones():
+    own = [row(1, 0, 5.0, sampled=True, rest=1.7), row(1, 4, 7.0, sampled=True, drafter=3.0, rest=4.0)]
     table = replace(TABLE, rows=(*TABLE.rows, *own))
-    assert seconds(table, 1, 0, sampled=True) == pytest.approx(4.7)
-    assert seconds(table, 1, 4, sampled=True) == pytest.approx(12.0)
-    assert seconds(table, 1, 4) == 9.0
+    assert seconds(table, 1, 0, sampled=True) == pytest.approx((3 + 5) / 2 + 1.7)
+    assert seconds(table, 1, 4, sampled=True) == pytest.approx((5 + 7) / 2 + 3.0 + 4.0)
+    assert seconds(table, 1, 4) == pytest.approx((5 + 7) / 2 + 2.0 + 2.0)
     assert seconds(TABLE, 1, 4, sampled=True) == 9.0
 
 
