@@ -50,10 +50,10 @@ def room(parts: Parts, state: Running, left: int) -> int:
         left = min(left, request.max_draft_tokens)
     if drafter.taps and (state.num_steps == 0 or parts.target.length(state.slot) < num_read):
         return 0
-    if drafter.max_context is not None:
-        left = min(left, drafter.max_context - len(state.tokens) - 1)
-    if drafter.max_depth is not None:
-        left = min(left, drafter.max_depth)
+    if (most := drafter.max_context) is not None:
+        left = min(left, most - len(state.tokens) - 1)
+    if (most := drafter.max_depth) is not None:
+        left = min(left, most)
     return max(left, 0)
 
 
