@@ -22,7 +22,7 @@ Word = Literal["faster", "slower", "no difference found", "too few to judge"]
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """How fast a way is beside the fastest that drafts nothing.
+    """How fast a way is beside the fastest in this process that drafts nothing.
 
     Attributes:
         baseline: The way that it is compared with.
@@ -58,7 +58,8 @@ class Verdict:
 
     def sentence(self) -> str:
         """The verdict for people."""
-        ratio = f"{self.speedup.text()} times as fast as {self.baseline}, the fastest way here that drafts nothing"
+        plain = f"{self.baseline}, the fastest way in this process that drafts nothing"
+        ratio = f"{self.speedup.text()} times as fast as {plain}"
         seen = f"this run could have seen a difference of {100 * (self.smallest - 1):.0f} % or more"
         match self.word:
             case "faster" | "slower":
@@ -151,6 +152,12 @@ def headline(found: Measurement) -> str:
     best = chief(found)
     if best is None:
         return "Nothing was measured that drafts; see what was stopped or left out."
-    measured = [way for way in found.ways if way in found.drafting]
-    several = f" It is the fastest of {len(measured)} ways that draft." if len(measured) > 1 else ""
-    return best.sentence() + several
+    others = [verdict_of(found, way, best.load) for way in found.ways if way not in (best.way, best.baseline)]
+    known = [each for each in others if each is not None]
+    if not known:
+        return best.sentence()
+    fastest, count = max(known, key=lambda each: each.speedup.value), len(known) + 2
+    if fastest.speedup.value <= best.speedup.value:
+        return f"{best.sentence()} It is the fastest of {count} ways."
+    theirs = f"{fastest.speedup.text()} times as fast as {fastest.baseline}"
+    return f"{best.sentence()} The fastest of {count} ways is {fastest.way}: {theirs}."

@@ -16,7 +16,7 @@ from outrider.bench.side_by_side.metrics import Objectives
 from outrider.bench.side_by_side.page import TRAPS, findings, summary
 from outrider.bench.side_by_side.peers import PeerOptions
 from outrider.bench.side_by_side.served import Served
-from outrider.bench.side_by_side.session import Clock, Group, Plan, groups_of, measure
+from outrider.bench.side_by_side.session import Clock, Group, Measurement, Plan, groups_of, measure
 from outrider.bench.side_by_side.verdict import Verdict, chief, headline, units, verdict_of
 from outrider.bench.turns import Turn
 from outrider.bench.workloads.conversation import Conversation
@@ -155,6 +155,20 @@ def test_the_page_holds_verdict_figures_and_all_rows_and_asks_no_network(measure
     assert re.findall(r'(?:src|href)="(http[^"]*)"', page) == []
     markdown = (place / "table.md").read_text()
     assert markdown.startswith(f"**{headline(found)}**")
+
+
+def test_the_verdict_names_another_engine_that_is_faster(measured):
+    _, found = measured
+    assert "It is the fastest of" in headline(quickened(found, chief(found).way))
+    told = headline(quickened(found, "transformers"))
+    assert f"The fastest of {len(found.ways)} ways is transformers: " in told
+    assert told.startswith(chief(found).way)
+
+
+def quickened(found: Measurement, way: str) -> Measurement:
+    """The same measurement, had this way been a thousand times as fast, in a process of its own if it is no ours."""
+    rows = [{**row, "seconds": row["seconds"] / 1000} if row["method"] == way else row for row in found.rows]
+    return replace(found, rows=rows, outside={"transformers"})
 
 
 def test_a_biased_configuration_is_stopped_and_the_others_go_on(plan):
