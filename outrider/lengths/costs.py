@@ -1,5 +1,6 @@
 """What steps cost on this machine: measured rows, and the cost of any step between them. A plain value."""
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -204,10 +205,15 @@ class CostTable:
 
     def _of(self, row: StepCost, part: str) -> float:
         """A part of a row; the target's from all rows of such steps, because each has errors of its own."""
-        if part != "target":
-            return float(getattr(row, part))
-        kind = (row.requests, row.length, row.context)
-        return statistics.mean(r.target for r in self.rows if (r.requests, r.length, r.context) == kind)
+        return self._targets[row.requests, row.length, row.context] if part == "target" else float(getattr(row, part))
+
+    @functools.cached_property
+    def _targets(self) -> dict[tuple[int, int, int], float]:
+        """Seconds of the target's forward by requests, length and context."""
+        found: dict[tuple[int, int, int], list[float]] = {}
+        for row in self.rows:
+            found.setdefault((row.requests, row.length, row.context), []).append(row.target)
+        return {kind: statistics.mean(seconds) for kind, seconds in found.items()}
 
     def _slopes(
         self, requests: int, longest: int
