@@ -154,9 +154,9 @@ class Lengths:
     def __init__(self, length: int) -> None:
         self._length = length
 
-    def choose(self, states: Sequence[Running]) -> Sequence[int]:
-        """The draft lengths of the next step."""
-        return [self._length] * len(states)
+    def choose(self, states: Sequence[Running], rooms: Sequence[int]) -> Sequence[int]:
+        """The draft lengths of the next step, within the rooms."""
+        return [min(self._length, room) for room in rooms]
 
     def note(self, states: Sequence[Running], drafts: Sequence[tuple[int, int]]) -> None:
         """Learn from a step: the drafted and the accepted tokens of each request."""
@@ -168,9 +168,9 @@ class LearntLengths(Lengths):
     def __init__(self, experience: Experience) -> None:
         self._experience, self._choice = experience, Choice(lengths=(), habit=Habit())
 
-    def choose(self, states: Sequence[Running]) -> Sequence[int]:
+    def choose(self, states: Sequence[Running], rooms: Sequence[int]) -> Sequence[int]:
         """The lengths with the most tokens per second."""
-        self._choice = POLICY.choose(self._experience, states, [POLICY.most] * len(states))
+        self._choice = POLICY.choose(self._experience, states, rooms)
         return self._choice.lengths
 
     def note(self, states: Sequence[Running], drafts: Sequence[tuple[int, int]]) -> None:
@@ -198,7 +198,7 @@ def simulate(world: World, lengths: Lengths, seed: int, *, seeded: bool = False)
     ]
     cost = worth = drafting = count = 0.0
     while texts.emitted.mean() < world.tokens:
-        rates, drafts = texts.rates(), lengths.choose(states)
+        rates, drafts = texts.rates(), lengths.choose(states, [POLICY.most] * len(states))
         cost += world.cost(max(drafts))
         made = []
         for i, (rate, drafted) in enumerate(zip(rates, drafts, strict=True)):

@@ -31,13 +31,11 @@ from outrider.core.types import InputError, Request, Running, Sampling, Step
 from outrider.decoding.step import StepDecoding
 from outrider.engine.engine import Engine
 from outrider.lengths.costs import CostTable
-from outrider.lengths.experience import Choice, Experience, Habit
-from outrider.lengths.goodput import GoodputLength
+from outrider.lengths.experience import Experience
 from recipes import options
-from recipes.length_simulation import step
-from recipes.never_loses import STATES, Cell, State, records_in
+from recipes.length_simulation import POLICY, LearntLengths, Lengths
+from recipes.never_loses import STATES, Cell, State, cells_of, records_in
 
-POLICY = GoodputLength()
 TURNS = 3
 """Turns of a process."""
 QUICK = {"requests": "1", "temperatures": "0", "texts": 2, "max_new_tokens": 8, "processes": 1}
@@ -109,40 +107,7 @@ def recorded(engine: Engine, prompts: Sequence[Sequence[int]], temperature: floa
     ]
 
 
-class Chooser:
-    """What chooses the lengths of steps: always the same one."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def choose(self, states: Sequence[Running], rooms: Sequence[int]) -> Sequence[int]:
-        """The draft lengths of the next step, within the rooms."""
-        return [min(self._length, room) for room in rooms]
-
-    def note(self, states: Sequence[Running], drafts: Sequence[tuple[int, int]]) -> None:
-        """Learn from a step: drafted and accepted tokens of each request."""
-
-
-class Goodput(Chooser):
-    """The policy, with what a process has learnt."""
-
-    def __init__(self, experience: Experience) -> None:
-        self.experience, self._choice = experience, Choice(lengths=(), habit=Habit())
-
-    def choose(self, states: Sequence[Running], rooms: Sequence[int]) -> Sequence[int]:
-        """The lengths with the most tokens per second."""
-        self._choice = POLICY.choose(self.experience, states, rooms)
-        return self._choice.lengths
-
-    def note(self, states: Sequence[Running], drafts: Sequence[tuple[int, int]]) -> None:
-        """Learn acceptance."""
-        steps = [step(drafted, accepted, len(states)) for drafted, accepted in drafts]
-        for state, made in zip(states, steps, strict=True):
-            state.length_state = POLICY.update(state.length_state, made)
-        self.experience.note(self._choice, [state.request for state in states], steps)
-
-
-def turn_cost(texts: Sequence[Text], costs: CostTable, chooser: Chooser, cell: Cell, slower: float) -> float:
+def turn_cost(texts: Sequence[Text], costs: CostTable, lengths: Lengths, cell: Cell, slower: float) -> float:
     """Seconds until every text has its tokens, all of them decoded together."""
     states = [
         Running(
@@ -166,19 +131,19 @@ def turn_cost(texts: Sequence[Text], costs: CostTable, chooser: Chooser, cell: C
         own = [states[i] for i in live]
         places = [len(state.tokens) - len(state.request.prompt) for state in own]
         rooms = [len(texts[i].accepted) - place - 1 for i, place in zip(live, places, strict=True)]
-        lengths = chooser.choose(own, rooms)
-        longest, drafting = max(lengths), sum(length > 0 for length in lengths)
+        chosen = lengths.choose(own, rooms)
+        longest, drafting = max(chosen), sum(length > 0 for length in chosen)
         context = sum(len(state.tokens) for state in own) // len(own)
         steps = costs.steps(len(own), sampled=cell.temperature > 0, context=context, longest=max(longest, 1))
         seconds += steps[drafting][longest] * (1 + slower * (drafting > 0))
         drafts = []
-        for i, place, length in zip(live, places, lengths, strict=True):
+        for i, place, length in zip(live, places, chosen, strict=True):
             accepted = min(texts[i].accepted[place], length)
             drafts.append((length, accepted))
             states[i].tokens.extend([1] * (accepted + 1))
             seconds += costs.catch_up * missed[i] * (length > 0)
             missed[i] = 0 if length else missed[i] + 1
-        chooser.note(own, drafts)
+        lengths.note(own, drafts)
         live = [i for i in live if len(states[i].tokens) < texts[i].prompt + len(texts[i].accepted)]
     return seconds
 
@@ -192,7 +157,7 @@ def judged(
         for process, turn in itertools.product(range(processes), range(TURNS))
     ]
     fixed = [
-        sum(turn_cost(group, costs, Chooser(length), cell, slower) for group in groups)
+        sum(turn_cost(group, costs, Lengths(length), cell, slower) for group in groups)
         for length in range(POLICY.most + 1)
     ]
     own, key = 0.0, {"texts": cell.name}
@@ -200,9 +165,9 @@ def judged(
         # A kept cache is what a process before has left, on other texts.
         for process in range(-1 if state == "kept" else 0, processes):
             experience = Experience.recalled(costs, key) if state == "kept" else Experience(costs)
-            goodput = Goodput(experience)
+            learnt = LearntLengths(experience)
             for group in groups[TURNS * process : TURNS * process + TURNS or None]:
-                spent = turn_cost(group, costs, goodput, cell, slower)
+                spent = turn_cost(group, costs, learnt, cell, slower)
                 own += spent if process >= 0 else 0.0
             experience.save()
     best = min(fixed)
@@ -258,12 +223,7 @@ def run(
     """Record, simulate and write; returns a row per cell and state."""
     given = {**locals(), "target": None if target is None else Path(target).name}
     counts, warmths = options.whole_numbers("--requests", requests), options.numbers("--temperatures", temperatures)
-    cells = [
-        Cell(temperature=warmth, seeded=seeded, requests=count)
-        for warmth in warmths
-        for seeded in ((False, True) if warmth > 0 else (False,))
-        for count in counts
-    ]
+    cells = cells_of(warmths, counts)
     torch.set_num_threads(threads)
     asked: dict[str, Any] = {
         name: value for name, value in (("target", target), ("drafter", drafter)) if value is not None
@@ -297,9 +257,9 @@ def run(
 def main(
     out: options.Out = None,
     target: options.Target = None,
-    drafter: Annotated[str | None, typer.Option(help="The drafter, by default that of the defaults.")] = None,
-    requests: Annotated[str, typer.Option(help="How many requests run at once.")] = "1,2,4,8",
-    temperatures: Annotated[str, typer.Option(help="Temperatures; above 0 with seeds and without.")] = "0,1",
+    drafter: options.Drafter = None,
+    requests: options.AtOnce = "1,2,4,8",
+    temperatures: options.Temperatures = "0,1",
     texts: Annotated[int, typer.Option(min=1, help="Most prompts that are decoded.")] = 40,
     max_new_tokens: options.MaxNewTokens = 96,
     processes: Annotated[int, typer.Option(min=1, help="Simulated processes of three turns each.")] = 20,

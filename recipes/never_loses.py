@@ -232,6 +232,16 @@ class Cell:
         return f"temperature {self.temperature:g}{', seeds' if self.seeded else ''}, {self.requests} at once"
 
 
+def cells_of(temperatures: Sequence[float], requests: Sequence[int]) -> list[Cell]:
+    """All cells; above temperature 0 without seeds and with them."""
+    return [
+        Cell(temperature=temperature, seeded=seeded, requests=count)
+        for temperature in temperatures
+        for seeded in ((False, True) if temperature > 0 else (False,))
+        for count in requests
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class State:
     """What earlier processes left behind: `empty` or `kept`."""
@@ -398,12 +408,7 @@ def run(
     named = [State(name=name.strip()) for name in states.split(",")]
     if wrong := [state.name for state in named if state.name not in STATES]:
         raise InputError(f"--states must be {' or '.join(STATES)}, with commas between them, got {wrong[0]!r}")
-    cells = [
-        Cell(temperature=warmth, seeded=seeded, requests=count)
-        for warmth in warmths
-        for seeded in ((False, True) if warmth > 0 else (False,))
-        for count in counts
-    ]
+    cells = cells_of(warmths, counts)
     with folder(out, "never_loses", given) as place, tempfile.TemporaryDirectory() as scratch:
         common = {
             "target": target,
@@ -430,10 +435,10 @@ def run(
 def main(
     out: options.Out = None,
     target: options.Target = None,
-    drafter: Annotated[str | None, typer.Option(help="The drafter, by default that of the defaults.")] = None,
+    drafter: options.Drafter = None,
     lengths: Annotated[str, typer.Option(help="Fixed draft lengths beside the default.")] = "1,2,3,4,5,6,7,8",
-    requests: Annotated[str, typer.Option(help="How many requests run at once.")] = "1,2,4,8",
-    temperatures: Annotated[str, typer.Option(help="Temperatures; above 0 with seeds and without.")] = "0,1",
+    requests: options.AtOnce = "1,2,4,8",
+    temperatures: options.Temperatures = "0,1",
     states: Annotated[str, typer.Option(help="What earlier processes left: empty, kept.")] = "empty,kept",
     max_new_tokens: options.MaxNewTokens = 96,
     rounds: options.Rounds = 3,

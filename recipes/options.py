@@ -33,6 +33,10 @@ AsIs = Annotated[
 Timed = Annotated[
     Path | None, typer.Option(help="Folder that --clock wrote; without it nothing is said of tokens per second.")
 ]
+# Of recipes that compare draft lengths.
+Drafter = Annotated[str | None, typer.Option(help="The drafter, by default that of the defaults.")]
+AtOnce = Annotated[str, typer.Option(help="How many requests run at once.")]
+Temperatures = Annotated[str, typer.Option(help="Temperatures; above 0 with seeds and without.")]
 # Of recipes that train drafters.
 Data = Annotated[Path, typer.Option(help="Texts as JSON lines, plain or gzipped.")]
 Work = Annotated[Path, typer.Option(help="Folder of the target's answers and of the drafters.")]

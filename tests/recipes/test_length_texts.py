@@ -5,7 +5,8 @@ import pytest
 import outrider
 from outrider.core.types import Sampling
 from outrider.lengths.costs import CostTable
-from recipes.length_texts import Chooser, Text, judged, recorded, run, turn_cost
+from recipes.length_simulation import Lengths
+from recipes.length_texts import Text, judged, recorded, run, turn_cost
 from recipes.never_loses import Cell
 from tests import clocks
 
@@ -36,10 +37,10 @@ def test_recorded_places_lead_through_the_steps_of_a_usual_run():
 
 def test_a_turn_costs_what_its_steps_cost_and_what_the_drafter_reads_late():
     [text] = texts(accepted=2, count=1, tokens=9)
-    assert turn_cost([text], COSTS, Chooser(0), cell(), slower=0.5) == pytest.approx(9.0)
+    assert turn_cost([text], COSTS, Lengths(0), cell(), slower=0.5) == pytest.approx(9.0)
     # Three steps of three tokens, the first of which reads the prompt.
     late = CostTable(rows=COSTS.rows, catch_up=0.01)
-    assert turn_cost([text], late, Chooser(2), cell(), slower=0.5) == pytest.approx(3 * 1.2 * 1.5 + 20 * 0.01)
+    assert turn_cost([text], late, Lengths(2), cell(), slower=0.5) == pytest.approx(3 * 1.2 * 1.5 + 20 * 0.01)
 
 
 @pytest.mark.parametrize("state", ["empty", "kept"])
