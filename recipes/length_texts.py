@@ -92,10 +92,14 @@ def recorded(engine: Engine, prompts: Sequence[Sequence[int]], temperature: floa
     """
     decoding = _OneAtATime()
     watched = Engine(replace(engine.parts, decoding=decoding), tokenizer=engine.tokenizer, keep_warm=False)
-    sampling = Sampling(temperature=temperature)
     made = [
-        watched.add(list(p), max_new_tokens=max_new_tokens + POLICY.most, sampling=sampling, ignore_eos=True)
-        for p in prompts
+        watched.add(
+            list(prompt),
+            max_new_tokens=max_new_tokens + POLICY.most,
+            sampling=Sampling(temperature=temperature, seed=number),
+            ignore_eos=True,
+        )
+        for number, prompt in enumerate(prompts)
     ]
     while watched.busy:
         for update in watched.step():

@@ -92,18 +92,26 @@ def bounded(parts: Parts, states: Sequence[Running], rooms: Sequence[int]) -> tu
     return choice.lengths, choice
 
 
-def observe(parts: Parts, states: Sequence[Running], observed: Observed) -> None:
-    """Give each drafter the new positions of its requests.
+def reads(parts: Parts, states: Sequence[Running]) -> bool:
+    """Whether any drafter of some requests reads their new positions at once."""
+    return not all([_waits(parts, drafter) for drafter, _ in groups(states)])
 
-    If the length policy may choose to draft nothing, a drafter that can wait reads them when it drafts next.
-    """
-    waits = hasattr(parts.length, "choose")
+
+def observe(parts: Parts, states: Sequence[Running], observed: Observed) -> None:
+    """Give each drafter the new positions of its requests, if it reads them at once."""
     grouped = groups(states)
     for drafter, places in grouped:
-        if waits and drafter.waits:
+        if _waits(parts, drafter):
             continue
         own = observed if len(grouped) == 1 else _part(observed, places, drafter.taps)
         drafter.observe([states[i] for i in places], own)
+
+
+def _waits(parts: Parts, drafter: Drafter) -> bool:
+    """Whether a drafter reads new positions when it drafts next. So does one that can wait, if the length policy may
+    choose to draft nothing.
+    """
+    return drafter.waits and hasattr(parts.length, "choose")
 
 
 def _part(observed: Observed, places: Sequence[int], taps: Sequence[int]) -> Observed:

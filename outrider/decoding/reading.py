@@ -164,12 +164,19 @@ class Reading:
             draft.numbers[draft.offsets[i] + np.array(path, dtype=np.int64)].tolist() for i, path in enumerate(paths)
         ]
 
+    def known(self, states: Sequence[Running], emitted: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The tokens at the new committed positions of each request. `state.tokens` does not have the new ones yet."""
+        return [
+            [*before, state.tokens[-1], *new[:-1]]
+            for state, before, new in zip(states, self.behind, emitted, strict=True)
+        ]
+
     def observed(self, kept: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> Observed:
         """The new committed positions with their hidden states.
 
         Args:
             kept: The result of `kept`.
-            tokens: The token at each of these positions.
+            tokens: The result of `known`.
         """
         offsets = np.cumsum([0, *map(len, tokens)])
         said = np.array([token for own in tokens for token in own], dtype=np.int64)

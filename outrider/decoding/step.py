@@ -80,15 +80,15 @@ class StepDecoding:
             for i, state in enumerate(states)
         ]
         kept = reading.kept(paths)
-        known = [
-            [*before, s.tokens[-1], *new[:-1]] for s, before, new in zip(states, reading.behind, emitted, strict=True)
-        ]
+        known = reading.known(states, emitted) if drafting.reads(parts, states) else None
         parts.target.commit({state.slot: nodes for state, nodes in zip(states, kept, strict=True)})
         clock.lap("commit")
-        drafting.commit(states, reading.numbered(paths))
+        if len(draft.tokens) > len(states):
+            drafting.commit(states, reading.numbered(paths))
         for state, made in zip(states, steps, strict=True):
             advance(parts, state, made)
-        drafting.observe(parts, states, reading.observed(kept, known))
+        if known is not None:
+            drafting.observe(parts, states, reading.observed(kept, known))
         clock.lap("drafter")
         if choice is not None:
             requests = [state.request for state in states]

@@ -29,6 +29,7 @@ from outrider.lm.hf.open import (
 from outrider.lm.model import runnable
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.batch import upload
+from outrider.lm.slots.budget import prefill_size
 from outrider.lm.slots.chain import LinkedChain, Links, chain
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.target_info import TargetInfo
@@ -36,8 +37,6 @@ from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import Translation, translation
 from outrider.trees.chained import Follow
 
-CHUNK = 512
-"""Most tokens of one request in one forward."""
 LEAST_SHARE = 0.05
 """Least share of the target's ids that a draft model with another vocabulary must have. A vocabulary of a tenth of the
 target's size has at most 10 % of its ids, and these are the commonest words. Two byte-level vocabularies without a
@@ -194,16 +193,16 @@ class ModelDrafter(SlottedDrafter[Tree]):
         return torch.tensor(tokens).to(self.lm.device, non_blocking=True)
 
     def _prefill(self, states: Sequence[Running], ends: Sequence[int]) -> None:
-        """Prefill each request's tokens up to `ends`, in chunks, without logits."""
+        """Prefill each request's tokens up to `ends` without logits; no forward is larger than one of a prompt."""
         pairs = list(zip(states, ends, strict=True))
         while pairs := [(s, end) for s, end in pairs if self._length(s) < min(end, self.lm.max_context)]:
-            segments = []
+            segments, left = [], prefill_size(self.lm.device)
             for s, end in pairs:
                 first = self._length(s)
-                last = min(end, first + CHUNK, self.lm.max_context)
-                segments.append(
-                    Segment(slot=self.own(s).slot, tokens=self._tensor(s.tokens[first:last]), logits="none")
-                )
+                tokens = s.tokens[first : min(end, first + left, self.lm.max_context)]
+                if tokens:
+                    segments.append(Segment(slot=self.own(s).slot, tokens=self._tensor(tokens), logits="none"))
+                    left -= len(tokens)
             self.lm.extend(segments)
             self.lm.commit({piece.slot: range(len(piece.tokens)) for piece in segments})
 

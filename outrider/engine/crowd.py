@@ -6,6 +6,7 @@ Torch's threads wait for each other by spinning. If one of them has no core, the
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -33,6 +34,28 @@ class CrowdedWarning(RuntimeWarning):
     """Torch has more threads than there are free cores."""
 
 
+@dataclass(kw_only=True)
+class _Earlier:
+    """Earlier steps of a kind. Changes in place.
+
+    Attributes:
+        seconds: What they took.
+        usual: Their median; it is worked out anew every few steps, because that takes longer than all else here.
+        age: Steps since then.
+    """
+
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=USUAL))
+    usual: float = 0.0
+    age: int = LATEST
+
+    def compared(self, seconds: float) -> float:
+        """How many times as long as usual a step took."""
+        if self.age == LATEST:
+            self.usual, self.age = max(sorted(self.seconds)[len(self.seconds) // 2], 1e-9), 0
+        self.age += 1
+        return seconds / self.usual
+
+
 class Pace:
     """Compares steps with earlier steps of the same kind. Changes in place.
 
@@ -41,7 +64,7 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._usual: dict[tuple[int, int], deque[float]] = {}
+        self._earlier: dict[tuple[int, int], _Earlier] = {}
         self._latest: deque[float] = deque(maxlen=LATEST)
 
     def note(self, requests: int, nodes: int, seconds: float) -> float:
@@ -53,10 +76,12 @@ class Pace:
             nodes: Number of nodes that the target ran on.
             seconds: Time of the target's forward.
         """
-        earlier = self._usual.setdefault((requests, nodes.bit_length()), deque(maxlen=USUAL))
-        if len(earlier) >= MIN_STEPS:
-            self._latest.append(seconds / max(sorted(earlier)[len(earlier) // 2], 1e-9))
-        earlier.append(seconds)
+        kind = (requests, nodes.bit_length())
+        if (earlier := self._earlier.get(kind)) is None:
+            earlier = self._earlier[kind] = _Earlier()
+        if len(earlier.seconds) >= MIN_STEPS:
+            self._latest.append(earlier.compared(seconds))
+        earlier.seconds.append(seconds)
         return sorted(self._latest)[LATEST // 2] if len(self._latest) == LATEST else 1.0
 
 

@@ -16,7 +16,7 @@ LIKELY, UNLIKELY, HOPELESS = -0.253, -0.842, -2.0
 DOUBTS = 6
 """Doubtful steps in a row after which drafting stops."""
 HOLD, BETTER = 8, 1.01
-"""For how many steps a choice holds for the same requests, and how much faster another length must be."""
+"""For how many steps a choice to draft holds for the same requests, and how much faster another length must be."""
 MARGIN, CERTAIN, NEAR = 0.07, 1.645, 0.99
 """How much faster than a plain step drafts must seem at least, because costs are off by a few percent; at least so many
 standard errors of the costs, which holds with a probability of 95 %; and the share of the best rate at which a shorter
@@ -24,7 +24,9 @@ draft is as good."""
 AHEAD = 0.5
 """As how much of what a request may still emit its output is taken to go on."""
 ALLOWANCE, LEAST_REST = 0.005, 16
-"""Share of the time that drafts may cost while steps are plain, and fewest plain steps between two of them."""
+"""Share of the time that drafts may cost while steps are plain, and fewest plain steps between two of them: so long
+does a choice to draft nothing hold.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ class GoodputLength:
         context = sum([len(state.tokens) for state in states]) // len(states)
         ids, limit = [state.request.id for state in states], self.limit(None)
         rooms = [min(room, limit) for room in rooms]
-        if habit.age < HOLD and habit.ids == ids and habit.rooms == rooms:
+        if habit.age < (HOLD if any(habit.lengths) else LEAST_REST) and habit.ids == ids and habit.rooms == rooms:
             older = replace(habit, age=habit.age + 1, rested=habit.rested + 1 if habit.resting else 0)
             return Choice(lengths=habit.lengths, habit=older, context=context)
         draws = any(state.request.sampling.temperature > 0 for state in states)
@@ -108,7 +110,7 @@ class GoodputLength:
         # A doubtful choice, and a try while resting, are for one step. They say nothing of requests with a seed.
         once = habit.doubts > 0 or (habit.resting and any(lengths[i] for i in others))
         holds = not (others and once)
-        habit = replace(habit, ids=ids, rooms=rooms, lengths=lengths, age=1 if holds else HOLD)
+        habit = replace(habit, ids=ids, rooms=rooms, lengths=lengths, age=1 if holds else LEAST_REST)
         return Choice(lengths=lengths, habit=habit, context=context)
 
     def _pooled(

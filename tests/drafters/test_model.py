@@ -1,12 +1,15 @@
-"""A draft model whose tokenizer is the target's."""
+"""A draft model: whose tokenizer is the target's, and what it reads in one forward."""
 
 import shutil
 
 import pytest
 
 import outrider
-from outrider.drafters.model import ModelPath
+from outrider.core.types import Request, Running, Sampling
+from outrider.drafters.model import BACKLOG, ModelDrafter, ModelPath
 from outrider.embedded import EMBEDDED_DRAFT
+from outrider.lm.slots import budget
+from outrider.lm.tabular import TabularLM, random_rows
 
 
 @pytest.fixture
@@ -30,3 +33,29 @@ def test_another_file_is_read(name, reads, tmp_path):
     file.write_text((file.read_text() if file.exists() else "{}") + "\n")
     outrider.load(drafter=f"model:path={tmp_path}", max_slots=1)
     assert reads == [str(tmp_path)]
+
+
+class CountedTable(TabularLM):
+    """A table that notes how many tokens each forward reads."""
+
+    def extend(self, segments, taps=()):
+        self.read = [*getattr(self, "read", []), sum(len(segment.tokens) for segment in segments)]
+        return super().extend(segments, taps)
+
+
+def test_tokens_that_are_read_late_share_forwards_as_large_as_those_of_prompts(monkeypatch):
+    monkeypatch.setattr(budget, "WIDE_CHUNK", 50)
+    drafter = ModelDrafter(lm=CountedTable(random_rows(3, seed=1), 3))
+    lengths = [BACKLOG - 1, 40, 70, 31]
+    states = []
+    for i, length in enumerate(lengths):
+        request = Request(id=str(i), prompt=(1,) * length, max_new_tokens=4, sampling=Sampling())
+        state = Running(request=request, tokens=list(request.prompt), slot=i, drafter=drafter)
+        state.drafter_state = drafter.open(request)
+        states.append(state)
+    guess = drafter.begin(states, [1] * len(states))
+    *late, last = drafter.lm.read
+    assert late == [50, 50, 38]  # The anchors are left for the draft's own forward, and all of the shortest request.
+    assert last == BACKLOG - 1 + 3
+    assert [drafter.lm.length(state.drafter_state.slot) for state in states] == lengths
+    assert len(guess.logits) == len(states)

@@ -184,7 +184,7 @@ def test_what_hardly_differs_does_not_change_the_length():
         assert lengths(flat, running(1)) == [held]
 
 
-def test_a_choice_holds_for_four_steps_of_the_same_requests():
+def test_a_choice_holds_for_some_steps_of_the_same_requests():
     experience, states = accepting(cost(0.15, 0.02), 0.8), running(2)
     first = POLICY.choose(experience, states, [8, 8])
     experience.habit = first.habit
