@@ -28,6 +28,12 @@ def chosen(engine: Engine) -> dict[str, str]:
     return found | ({"head": ", ".join(kinds)} if kinds else {})
 
 
+def could_be_compiled(engine: Engine) -> bool:
+    """Whether `outrider prepare` would make forwards of the target that are not there yet."""
+    target = models(engine).get("target")
+    return target is not None and target.why_not("compiled") is None and not target.package.exists()
+
+
 def _heads(value: object) -> Iterator[HeadLM]:
     if isinstance(value, HeadLM):
         yield value

@@ -175,6 +175,8 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptio
                 flush=True,
             )
             note_answers(options)
+            if setup.forward is None:
+                note_forwards(engine)
 
         try:
             return run(make_app(service, settings, traces), service, bound, endings, ready)
@@ -189,6 +191,15 @@ def note_answers(options: ServeOptions) -> None:
     """Say that requests and answers are kept, if they are."""
     if options.log_answers is not None:
         print(f"requests and answers are kept in {options.log_answers}", file=sys.stderr, flush=True)
+
+
+def note_forwards(engine: Engine) -> None:
+    """Say that forwards could be compiled, if they could."""
+    from outrider.cli.forwards import could_be_compiled
+
+    if could_be_compiled(engine):
+        said = "forwards are not compiled; `outrider prepare` with the same models compiles them for this machine, once"
+        print(said, file=sys.stderr, flush=True)
 
 
 def check_extra() -> None:

@@ -105,6 +105,15 @@ def test_a_key_of_the_environment_guards_the_api_and_an_interrupt_ends_an_idle_s
         assert process.wait(timeout=30) == 0
 
 
+@pytest.mark.parametrize(("options", "told"), [((), True), (("--forward", "eager"), False)])
+def test_forwards_that_could_be_compiled_are_named_unless_another_kind_is_asked_for(options, told, tmp_path):
+    with server(*options, OUTRIDER_CACHE=str(tmp_path)) as (process, url):
+        assert status_of(f"{url}/health") == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+        assert ("`outrider prepare` with the same models" in process.stderr.read()) == told
+
+
 def test_other_machines_are_let_in_with_a_key_alone(monkeypatch, capsys):
     monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
     status, _, err = run(monkeypatch, capsys, "serve", "--host", "0.0.0.0")
