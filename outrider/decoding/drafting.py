@@ -94,7 +94,7 @@ def bounded(parts: Parts, states: Sequence[Running], rooms: Sequence[int]) -> tu
 
 def reads(parts: Parts, states: Sequence[Running]) -> bool:
     """Whether any drafter of some requests reads their new positions at once."""
-    return not all([_waits(parts, drafter) for drafter, _ in groups(states)])
+    return not all(_waits(parts, drafter) for drafter, _ in groups(states))
 
 
 def observe(parts: Parts, states: Sequence[Running], observed: Observed) -> None:

@@ -114,14 +114,15 @@ class OwnAcceptance:
             kept[depth] += 1
         return OwnAcceptance(tested=tuple(tested), accepted=tuple(kept))
 
-    def rates(self, pooled: Sequence[float], variance: float) -> list[float]:
+    def rates(self, pooled: Sequence[float], variance: float, above: float = 0.0) -> list[float]:
         """The request's acceptance by depth.
 
         Args:
             pooled: That of all requests.
             variance: Of the prior of u.
+            above: By how many of its standard deviations u is to be larger than the likeliest one.
         """
-        return _moved(pooled, self.tested, self.accepted, variance)
+        return _moved(pooled, self.tested, self.accepted, variance, above)
 
 
 def prior_rates(longest: int) -> list[float]:
@@ -151,8 +152,16 @@ def tokens_by_length(rates: Sequence[float]) -> list[float]:
     return found
 
 
-def _moved(rates: Sequence[float], tested: Sequence[float], accepted: Sequence[float], variance: float) -> list[float]:
-    """Rates whose logits are all moved by the likeliest number, which is around 0 with this variance at first."""
+def _moved(
+    rates: Sequence[float],
+    tested: Sequence[float],
+    accepted: Sequence[float],
+    variance: float,
+    above: float = 0.0,
+) -> list[float]:
+    """Rates whose logits are all moved by the likeliest number, which is around 0 with this variance at first; or by so
+    many of its standard deviations more.
+    """
     if not tested:
         return list(rates)
     logits = [math.log(rate / (1 - rate)) for rate in (min(max(p, 1e-4), 1 - 1e-4) for p in rates)]
@@ -164,4 +173,5 @@ def _moved(rates: Sequence[float], tested: Sequence[float], accepted: Sequence[f
             slope += kept - count * rate
             curvature += count * rate * (1 - rate)
         own += min(max(slope / curvature, -LONGEST_STEP), LONGEST_STEP)
+    own += above / math.sqrt(curvature)
     return [1 / (1 + math.exp(-logit - own)) for logit in logits]

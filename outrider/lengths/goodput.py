@@ -15,6 +15,10 @@ LIKELY, UNLIKELY, HOPELESS = -0.253, -0.842, -2.0
 """The gain of drafts, in standard deviations: it is positive with a probability of 0.4, 0.2 and 0.02."""
 DOUBTS = 6
 """Doubtful steps in a row after which drafting stops."""
+GRACE = 0.4
+"""A request with a seed that has drafted goes on where it would gain if its acceptance were better than it seems, by so
+many standard deviations: the gain is positive with a probability of a third.
+"""
 HOLD, BETTER = 8, 1.01
 """For how many steps a choice to draft holds for the same requests, and how much faster another length must be."""
 MARGIN, CERTAIN, NEAR = 0.07, 1.645, 0.99
@@ -47,7 +51,8 @@ class GoodputLength:
 
     A request that comes with a seed and a temperature above 0 repeats its text. Its length depends on the kept costs,
     the number of requests in the step, its own acceptance from a fixed prior, and that of other requests with a seed.
-    If the costs are not kept, it drafts `fallback` tokens.
+    It stops where the probability of a gain is below a third, because a few bad drafts say little. If the costs are not
+    kept, it drafts `fallback` tokens.
 
     Attributes:
         most: Longest draft.
@@ -100,10 +105,15 @@ class GoodputLength:
             for i in seeded:
                 lengths[i] = min(rooms[i], self.fallback)
         elif seeded:
-            prior = prior_rates(self.most)
-            tokens = [self._tokens(states[i], prior, WIDE_VARIANCE, rooms[i]) for i in seeded]
-            plan = _best(_plans(steps, tokens, margin_of(costs), [_late(states[i], costs) for i in seeded]))
-            _let_draft(lengths, [seeded[k] for k in plan.who], rooms, plan.length if plan.gain > 0 else 0)
+            prior, late = prior_rates(self.most), [_late(states[i], costs) for i in seeded]
+            likeliest, likely = (
+                [self._tokens(states[i], prior, WIDE_VARIANCE, rooms[i], above) for i in seeded]
+                for above in (0.0, GRACE)
+            )
+            plan = _best(_plans(steps, likely, margin_of(costs), late))
+            if plan.gain > 0:
+                length = _best(_plans(steps, likeliest, margin_of(costs), late)).length
+                _let_draft(lengths, [seeded[k] for k in plan.who], rooms, length)
         if others and any(rooms[i] for i in others):
             habit, who, length = self._pooled(experience, states, rooms, others, steps, costs, context)
             _let_draft(lengths, who, rooms, length)
@@ -148,9 +158,11 @@ class GoodputLength:
         rested = 0 if tries else habit.rested + 1 if habit.resting else 1
         return Habit(length=habit.length, resting=True, rested=rested), indices, int(tries)
 
-    def _tokens(self, state: Running, pooled: Sequence[float], variance: float, room: int) -> list[float]:
+    def _tokens(
+        self, state: Running, pooled: Sequence[float], variance: float, room: int, above: float = 0.0
+    ) -> list[float]:
         """Expected tokens of a request, by draft length; drafts are at most as long as there is room."""
-        found = tokens_by_length(_own(state.length_state).rates(pooled, variance))
+        found = tokens_by_length(_own(state.length_state).rates(pooled, variance, above))
         return found[: room + 1] + [found[room]] * (len(found) - 1 - room) if room < len(found) else found
 
 

@@ -274,6 +274,22 @@ def test_a_request_with_a_seed_reads_its_own_acceptance_and_nothing_pooled():
     assert lengths(accepting(costs, 0.01), running(3, DRAWN)) != first
 
 
+def test_a_request_with_a_seed_begins_where_a_gain_is_likely_and_stops_only_where_it_is_not():
+    experience = Experience(CostTable.of_formula(cost(0.15, 0.05)))
+    [state] = running(1, DRAWN, repeats=True)
+    assert lengths(experience, [state]) != [0]
+    drafted = []
+    for _ in range(40):
+        state.length_state = state.length_state.after(1, 0)
+        drafted.append(lengths(experience, [state]) != [0])
+    failures = drafted.index(False)
+    assert 2 <= failures <= 8
+    assert not any(drafted[failures:])
+    # A request that has never drafted has no doubts that could speak for it.
+    dear = Experience(CostTable.of_formula(cost(0.6, 0.2)))
+    assert lengths(dear, running(1, DRAWN, repeats=True)) == [0]
+
+
 def test_requests_with_a_seed_draft_a_fixed_length_by_costs_that_are_not_kept():
     table = replace(CostTable.of_formula(cost(9.0, 0.0)), kept=False)
     states = running(2, DRAWN, repeats=True)
