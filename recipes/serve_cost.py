@@ -44,6 +44,8 @@ from recipes.serve_process import VLLM_MODES, served, vllm_served
 QUICK = {"ways": "plain", "batch": 2, "tokens": 12, "rounds": 1, "levels": "", "warm_up": 1}
 STEP_GOAL, FIRST_GOAL = 0.3, 10.0
 """Most milliseconds that the server may add to a step of 8 requests, and to the first token."""
+SETTLE = 1.0
+"""Seconds before a turn in which a server may end what it does behind its last answer."""
 GREEDY = Sampling(temperature=0, seed=0)
 WAYS: Mapping[str, Mapping[str, str]] = {"plain": {"drafter": "none"}, "drafts": {"length": "fixed:3"}}
 """Options of engine and server, by the name of the job."""
@@ -271,6 +273,7 @@ def _rates(
             servers[f"vLLM, {mode}"] = stack.enter_context(made)
 
         def rated(turn: Turn[Way, Level]) -> Row:
+            time.sleep(SETTLE)
             return rate_row(servers[turn.way.name], asked, turn.job.concurrency, turn.way)
 
         place.take("warm-up of rates", turns(ways, levels), rated, quiet=True)
