@@ -132,7 +132,7 @@ class Drafter(Protocol):
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         """Learn which nodes of the last draft were accepted: the numbers of each accepted path. `state.tokens` does not
-        have the new tokens yet.
+        have the new tokens yet. A step in which nobody drafts leaves this out.
         """
         return
 
