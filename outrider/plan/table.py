@@ -15,8 +15,10 @@ from outrider.plan.probe import measure
 
 RECORD = "costs"
 """The kind of record that keeps costs between processes."""
-MOST_REQUESTS = 8
-"""Most requests of a step that is measured; costs of larger steps follow from these."""
+FEW, MANY = 8, 16
+"""Most requests of a step that is measured, for engines of at most so few slots and for all others. Costs of larger steps
+follow from these. The others have a table of their own, because steps of many requests leave less time for small ones.
+"""
 
 
 def experience_of(parts: Parts, *, max_slots: int, probe: bool) -> Experience:
@@ -40,7 +42,7 @@ def costs_of(parts: Parts, *, max_slots: int, probe: bool, most_doubt: float = m
     """
     if parts.drafter.max_depth == 0:
         return None
-    max_requests = min(max_slots, MOST_REQUESTS, parts.target.max_slots)
+    max_requests = min(max_slots, MANY, parts.target.max_slots)
     kept = read(parts, max_requests)
     if not probe or (kept is not None and kept.doubt <= most_doubt):
         return kept
@@ -52,10 +54,10 @@ def measured(parts: Parts, *, max_slots: int, thorough: bool = False) -> CostTab
 
     All slots of the target must be free.
     """
-    max_requests = min(max_slots, MOST_REQUESTS, parts.target.max_slots)
+    max_requests = min(max_slots, MANY, parts.target.max_slots)
     found = measure(parts, max_requests=max_requests, thorough=thorough)
     if found is not None and not found.busy:
-        remembered.write(RECORD, key_of(parts), {"max_requests": max_requests, **found.values()})
+        remembered.write(RECORD, _key_of_table(parts, max_requests), {"max_requests": max_requests, **found.values()})
         # What is read back is what other processes read. Where nothing can be written it is nothing.
         return read(parts, max_requests) or found
     return found
@@ -69,7 +71,7 @@ def measured_again(parts: Parts, *, max_slots: int) -> Experience:
 
 def read(parts: Parts, max_requests: int = 1) -> CostTable | None:
     """The kept costs, if they were measured up to so many requests; None if there are none."""
-    values = remembered.read(RECORD, key_of(parts))
+    values = remembered.read(RECORD, _key_of_table(parts, max_requests))
     try:
         if values is None or int(values["max_requests"]) < max_requests:
             return None
@@ -93,3 +95,8 @@ def key_of(parts: Parts) -> Mapping[str, Any]:
         "forwards": [[getattr(lm, name, None) for name in ("forward", "pad_to")] for lm in models],
         "verifier": catalog.name_of(parts.verifier),
     }
+
+
+def _key_of_table(parts: Parts, max_requests: int) -> Mapping[str, Any]:
+    """Under which costs of steps of up to so many requests are kept."""
+    return {**key_of(parts), "requests": MANY} if max_requests > FEW else key_of(parts)

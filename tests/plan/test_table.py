@@ -43,9 +43,16 @@ def test_costs_are_measured_once(asked):
 
 def test_costs_of_fewer_requests_are_measured_again(asked):
     parts = engine("ngram").parts
-    for slots in (1, 8, 2, 64):
+    for slots in (1, 8, 2, 8):
         costs_of(parts, max_slots=slots, probe=True)
     assert asked == [1, 8]
+
+
+def test_an_engine_of_many_slots_has_a_table_of_its_own(asked):
+    parts = engine("ngram", max_slots=64).parts
+    for slots in (8, 64, 8, 32, 64):
+        costs_of(parts, max_slots=slots, probe=True)
+    assert asked == [8, 16]
 
 
 def test_costs_of_too_much_doubt_are_measured_again_thoroughly(asked, monkeypatch):
