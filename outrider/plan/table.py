@@ -16,8 +16,9 @@ from outrider.plan.probe import measure
 RECORD = "costs"
 """The kind of record that keeps costs between processes."""
 FEW, MANY = 8, 16
-"""Most requests of a step that is measured, for engines of at most so few slots and for all others. Costs of larger steps
-follow from these. The others have a table of their own, because steps of many requests leave less time for small ones.
+"""Most requests of a step that is measured, for engines of at most so few slots and for all others. Costs of larger
+steps follow from these. The others have a table of their own, because steps of many requests leave less time for small
+ones.
 """
 
 
