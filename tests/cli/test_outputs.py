@@ -124,7 +124,7 @@ def test_a_file_of_something_else_keeps_its_last_line(tmp_path, content):
 
 def test_an_interrupt_leaves_the_outputs_that_have_ended(monkeypatch, capsys, tmp_path):
     file = tmp_path / "out.jsonl"
-    given = [*PROMPTS, "-n", "7", "--max-slots", "1", "--max-new-tokens", "64", "--temperature", "0"]
+    given = [*PROMPTS, "-n", "7", "--max-slots", "1", "--max-new-tokens", "12", "--temperature", "0"]
     given += ["--drafter", "none", "--ignore-eos", "--output", str(file)]
     with start("generate", *given) as process:
         while process.poll() is None and not (file.exists() and file.read_bytes().count(b"\n") >= 2):
@@ -136,7 +136,7 @@ def test_an_interrupt_leaves_the_outputs_that_have_ended(monkeypatch, capsys, tm
     assert 2 <= ended < 21
     status, _, err = run(monkeypatch, capsys, "generate", *given)
     assert (status, f"{ended} of 21 outputs are in {file} already" in err) == (0, True), err
-    assert [len(record["tokens"]) for record in records(file)] == [64] * 21
+    assert [len(record["tokens"]) for record in records(file)] == [12] * 21
 
 
 def test_a_request_that_fails_does_not_void_the_others(monkeypatch, capsys):
