@@ -43,9 +43,11 @@ SHAPES: dict[str, Cost] = {
 """Costs of a step of b requests with drafts of n tokens, in plain steps of one request."""
 GAINS = (-0.2, -0.08, -0.02, 0.0, 0.02, 0.08, 0.25, 0.8)
 """What the best draft length gains over plain decoding, where acceptance is the same for all."""
-KINDS = ("even", "bursty", "falling", "differing")
+KINDS = ("even", "bursty", "falling", "differing", "missing")
 """Acceptance: the same for all tokens; of two states that change every ten steps or so; falling with the text; and
-differing between requests."""
+differing between requests. In the last kind it is even, and the drafter finds no draft where it has nothing to copy."""
+FOUND = 0.3
+"""How likely a drafter that looks tokens up finds a draft."""
 BURST, SWITCH = 1.4, 0.1
 """How far the logits of the two states lie from the middle, and how likely a step changes the state."""
 FALL, SPREAD = 2.0, 0.55
@@ -122,9 +124,15 @@ class Texts:
         self._good = self.random.random(count) < 0.5
         self.emitted = np.zeros(count)
 
+    def found(self) -> list[bool]:
+        """Whether the drafter finds a draft, for each request."""
+        if self.world.kind != "missing":
+            return [True] * self.world.requests
+        return (self.random.random(self.world.requests) < FOUND).tolist()
+
     def rates(self) -> list[float]:
         """The acceptance of each request in the next step."""
-        if self.world.kind in ("even", "differing"):
+        if self.world.kind in ("even", "differing", "missing"):
             return self._constant
         logits = self._logits.copy()
         if self.world.kind == "bursty":
@@ -175,7 +183,10 @@ class LearntLengths(Lengths):
 
     def note(self, states: Sequence[Running], drafts: Sequence[tuple[int, int]]) -> None:
         """Learn acceptance."""
-        steps = [step(drafted, accepted, len(states)) for drafted, accepted in drafts]
+        steps = [
+            step(drafted, accepted, len(states), room)
+            for (drafted, accepted), room in zip(drafts, self._choice.lengths, strict=True)
+        ]
         for state, made in zip(states, steps, strict=True):
             state.length_state = POLICY.update(state.length_state, made)
         self._experience.note(self._choice, [state.request for state in states], steps)
@@ -198,7 +209,8 @@ def simulate(world: World, lengths: Lengths, seed: int, *, seeded: bool = False)
     ]
     cost = worth = drafting = count = 0.0
     while texts.emitted.mean() < world.tokens:
-        rates, drafts = texts.rates(), lengths.choose(states, [POLICY.most] * len(states))
+        rates, asked_for = texts.rates(), lengths.choose(states, [POLICY.most] * len(states))
+        drafts = [length if found else 0 for length, found in zip(asked_for, texts.found(), strict=True)]
         cost += world.cost(max(drafts))
         made = []
         for i, (rate, drafted) in enumerate(zip(rates, drafts, strict=True)):
@@ -232,8 +244,12 @@ def learnt(world: World, runs: int, way: str) -> list[Run]:
     return found
 
 
-def step(drafted: int, accepted: int, num_requests: int) -> Step:
-    """A step of one request."""
+def step(drafted: int, accepted: int, num_requests: int, room: int = 0) -> Step:
+    """A step of one request.
+
+    Args:
+        room: The draft length that was asked for.
+    """
     return Step(
         request="r",
         num_draft_tokens=drafted,
@@ -241,6 +257,7 @@ def step(drafted: int, accepted: int, num_requests: int) -> Step:
         tokens=(1,) * (accepted + 1),
         timing=Timing(),
         num_requests=num_requests,
+        room=room,
     )
 
 

@@ -415,6 +415,7 @@ class Step:
             recovered one.
         timing: The iteration's shared clock.
         num_requests: Number of requests in the iteration.
+        room: Longest draft that the step had room for; the drafter may have found fewer tokens, or none.
         logprobs: Log-softmax of the raw target logits at each emitted token, if asked for.
         top_logprobs: The same for the likeliest tokens at each position, by token id, if asked for.
         logits: The raw target logits that each emitted token was drawn from, in float32, if asked for.
@@ -427,6 +428,7 @@ class Step:
     timing: Timing
     num_requests: int
     bonus: bool = False
+    room: int = 0
     logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
     logits: Float[Tensor, "n vocab"] | None = None

@@ -76,7 +76,7 @@ class StepDecoding:
         paths = [survivor.path[: len(tokens) - 1] for survivor, tokens in zip(survivors, emitted, strict=True)]
         said = reading.log_probs(states, paths, emitted)
         steps = [
-            _made(state, reading, i, survivors[i].path, emitted[i], paths[i], said[i], clock, len(states))
+            _made(state, reading, i, rooms[i], survivors[i].path, emitted[i], paths[i], said[i], clock, len(states))
             for i, state in enumerate(states)
         ]
         kept = reading.kept(paths)
@@ -162,6 +162,7 @@ def _made(
     state: Running,
     reading: Reading,
     request: int,
+    room: int,
     accepted: list[int],
     tokens: list[int],
     path: list[int],
@@ -172,6 +173,7 @@ def _made(
     """The `Step` of one request.
 
     Args:
+        room: Longest draft that was asked for.
         accepted: Nodes of the accepted path, before the output is cut at its end.
         path: The part of it that was emitted.
     """
@@ -184,6 +186,7 @@ def _made(
         tokens=tuple(tokens),
         timing=clock.timing,
         num_requests=num_requests,
+        room=room,
         bonus=bool(draft.first_child[last] == draft.first_child[last + 1]),
         logprobs=said.chosen,
         top_logprobs=said.top,

@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from outrider.lengths.hits import NO_HITS, Hits
+
 PRIOR, WEIGHT = 0.6, 8.0
 """Acceptance at depth 1 before any is seen; and as how many tested tokens of a depth the other depths count."""
 RISE = 0.4
@@ -31,6 +33,7 @@ class PooledAcceptance:
     Attributes:
         tested: n, from depth 1 on.
         accepted: k.
+        hits: How often a draft was found.
 
     Example:
         >>> pooled = PooledAcceptance()
@@ -41,6 +44,7 @@ class PooledAcceptance:
 
     tested: list[float] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
+    hits: Hits = NO_HITS
 
     def note(self, drafts: Iterable[tuple[int, int]]) -> None:
         """Count drafts: the number of draft tokens of each, and how many of them were accepted."""
@@ -67,8 +71,8 @@ class PooledAcceptance:
     def spread(self, length: int) -> float:
         r"""Standard deviation of the expected tokens of a draft, from that of the rates (delta method).
 
-        With $w_j = \prod_{i \le j} a_i$ the expected number is $1 + \sum_j w_j$, and its derivative by $a_i$ is
-        $\sum_{j \ge i} w_j / a_i$.
+        With $w_j = \prod_{i \le j} a_i$ and hits at a rate of h the expected number is $1 + h \sum_j w_j$. Its
+        derivative by $a_i$ is $h \sum_{j \ge i} w_j / a_i$, and $\sum_j w_j$ by h.
         """
         rates = self.rates(length)
         reached, behind, variance = tokens_by_length(rates), 0.0, 0.0
@@ -76,7 +80,7 @@ class PooledAcceptance:
             behind += reached[depth + 1] - reached[depth]
             tested = self.tested[depth] if depth < len(self.tested) else 0.0
             variance += behind**2 * (1 - rates[depth]) / max(rates[depth], 1e-6) / (tested + WEIGHT + 1)
-        return math.sqrt(variance)
+        return math.sqrt(self.hits.rate() ** 2 * variance + (reached[length] - 1) ** 2 * self.hits.variance())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,7 @@ class OwnAcceptance:
     Attributes:
         tested: Decayed number of tested tokens, from depth 1 on.
         accepted: How many of them were accepted.
+        hits: How often a draft was found.
 
     Example:
         >>> own = OwnAcceptance()
@@ -100,11 +105,17 @@ class OwnAcceptance:
 
     tested: tuple[float, ...] = ()
     accepted: tuple[float, ...] = ()
+    hits: Hits = NO_HITS
 
-    def after(self, drafted: int, accepted: int) -> "OwnAcceptance":
-        """The counts after a step."""
+    def after(self, drafted: int, accepted: int, *, asked: bool = False) -> "OwnAcceptance":
+        """The counts after a step.
+
+        Args:
+            asked: Whether a draft was asked for. It is where there is one.
+        """
+        hits = self.hits.after(asked=1, found=int(drafted > 0)) if asked or drafted else self.hits
         if not drafted and not self.tested:
-            return self
+            return self if hits is self.hits else OwnAcceptance(hits=hits)
         count = max(len(self.tested), drafted)
         tested = [OWN_DECAY * old for old in self.tested] + [0.0] * (count - len(self.tested))
         kept = [OWN_DECAY * old for old in self.accepted] + [0.0] * (count - len(self.accepted))
@@ -112,7 +123,7 @@ class OwnAcceptance:
             tested[depth] += 1
         for depth in range(accepted):
             kept[depth] += 1
-        return OwnAcceptance(tested=tuple(tested), accepted=tuple(kept))
+        return OwnAcceptance(tested=tuple(tested), accepted=tuple(kept), hits=hits)
 
     def rates(self, pooled: Sequence[float], variance: float, above: float = 0.0) -> list[float]:
         """The request's acceptance by depth.

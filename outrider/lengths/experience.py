@@ -11,11 +11,13 @@ from outrider.host import remembered
 from outrider.lengths.acceptance import PooledAcceptance
 from outrider.lengths.costs import CostTable
 from outrider.lengths.drift import Drift
+from outrider.lengths.hits import Hits
 
 RECORD = "acceptance"
 """The kind of record that keeps pooled acceptance between processes."""
 MOST_RECALLED = 32.0
-"""As how many tested tokens of a depth the acceptance of earlier processes counts at most: texts differ."""
+"""As how many tested tokens of a depth the acceptance of earlier processes counts at most, and as how many drafts what
+they found: texts differ."""
 FIRST_SAVE, SAVE = 64, 1024
 """Steps after which acceptance is saved first, and most steps between later saves."""
 PAUSE = 600.0
@@ -142,9 +144,11 @@ class Experience:
         drafts = [(made.num_draft_tokens, made.num_accepted_tokens) for made in steps]
         draws = [request.sampling.temperature > 0 for request in requests]
         drafting = sum([drafted > 0 for drafted, _ in drafts])
-        if drafting:
-            self.greedy.note(draft for draft, drawn in zip(drafts, draws, strict=True) if not drawn)
-            self.sampled.note(draft for draft, drawn in zip(drafts, draws, strict=True) if drawn)
+        if any(choice.lengths):
+            for pooled, drawn in ((self.greedy, False), (self.sampled, True)):
+                own = [i for i, length in enumerate(choice.lengths) if length and draws[i] == drawn]
+                pooled.note([drafts[i] for i in own])
+                pooled.hits = pooled.hits.after(asked=len(own), found=sum([drafts[i][0] > 0 for i in own]))
         if self.costs is not None and seconds is not None:
             longest = max(drafts)[0]
             costs = self.costs.steps(len(steps), sampled=any(draws), context=choice.context, longest=longest)
@@ -160,7 +164,7 @@ class Experience:
 
 
 def _recalled(kept: Mapping[str, Any]) -> PooledAcceptance:
-    """Kept counts, with at most `MOST_RECALLED` tested tokens at each depth. Raises ValueError for impossible ones."""
+    """Kept counts, at most `MOST_RECALLED` drafts and tokens of a depth. Raises ValueError for impossible ones."""
     found = PooledAcceptance()
     for tested, accepted in zip(map(float, kept["tested"]), map(float, kept["accepted"]), strict=True):
         if not 0 <= accepted <= tested < float("inf"):
@@ -168,4 +172,8 @@ def _recalled(kept: Mapping[str, Any]) -> PooledAcceptance:
         weight = min(1.0, MOST_RECALLED / max(tested, 1e-9))
         found.tested.append(weight * tested)
         found.accepted.append(weight * accepted)
+    hits = Hits(**{name: float(count) for name, count in dict(kept.get("hits", {})).items()})
+    if not 0 <= hits.found <= hits.asked < float("inf"):
+        raise ValueError(f"{hits.found} of {hits.asked} drafts cannot have been found")
+    found.hits = hits.at_most(MOST_RECALLED)
     return found

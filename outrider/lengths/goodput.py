@@ -21,6 +21,8 @@ many standard deviations: the gain is positive with a probability of a third.
 """
 HOLD, BETTER = 8, 1.01
 """For how many steps a choice to draft holds for the same requests, and how much faster another length must be."""
+NEWCOMERS = 0.25
+"""Largest share of new requests to which a choice to draft nothing extends."""
 MARGIN, CERTAIN, NEAR = 0.07, 1.645, 0.99
 """How much faster than a plain step drafts must seem at least, because costs are off by a few percent; at least so many
 standard errors of the costs, which holds with a probability of 95 %; and the share of the best rate at which a shorter
@@ -38,10 +40,12 @@ class GoodputLength:
     r"""Draft the length $\gamma \ge 0$ with the most tokens per second, $\sum_r E_r(\gamma) / T(b, m, \gamma, L)$.
 
     T is what a step of b requests costs by the engine's `CostTable`, if m of them draft. $E_r$ is the expected number
-    of tokens of request r, from its own acceptance so far and from that of all requests. For each length, the requests
-    that gain most by it draft, as long as that raises the rate. So a request whose drafts fail stops while others go
-    on. Its evidence fades, so that it tries again after some hundred steps. A step in which nobody drafts is one of
-    plain decoding: the drafter is not called, and a draft model does not read along.
+    of tokens of request r, from its own acceptance so far and from that of all requests. A drafter that looks tokens up
+    may find no draft. How often it finds one is learnt too: it counts in $E_r$, and in T, because a step in which no
+    request has a draft is a plain one. For each length, the requests that gain most by it draft, as long as that raises
+    the rate. So a request whose drafts fail stops while others go on. Its evidence fades, so that it tries again after
+    some hundred steps. A step in which nobody drafts is one of plain decoding: the drafter is not called, and a draft
+    model does not read along.
 
     The choice reads no clock. A gain is one of more than seven percent, and of more than 1.645 standard errors of the
     table's costs. What a drafter must read before a request's first draft is part of the costs. Drafts begin when they
@@ -84,7 +88,7 @@ class GoodputLength:
         return None
 
     def update(self, state: object, step: Step) -> OwnAcceptance:
-        return _own(state).after(step.num_draft_tokens, step.num_accepted_tokens)
+        return _own(state).after(step.num_draft_tokens, step.num_accepted_tokens, asked=step.room > 0)
 
     def choose(self, experience: Experience, states: Sequence[Running], rooms: Sequence[int]) -> Choice:
         costs, habit = experience.costs, experience.habit
@@ -93,7 +97,7 @@ class GoodputLength:
         context = sum([len(state.tokens) for state in states]) // len(states)
         ids, limit = [state.request.id for state in states], self.limit(None)
         rooms = [min(room, limit) for room in rooms]
-        if habit.age < (HOLD if any(habit.lengths) else LEAST_REST) and habit.ids == ids and habit.rooms == rooms:
+        if _holds(habit, states, ids, rooms):
             older = replace(habit, age=habit.age + 1, rested=habit.rested + 1 if habit.resting else 0)
             return Choice(lengths=habit.lengths, habit=older, context=context)
         draws = any(state.request.sampling.temperature > 0 for state in states)
@@ -107,7 +111,7 @@ class GoodputLength:
         elif seeded:
             prior, late = prior_rates(self.most), [_late(states[i], costs) for i in seeded]
             likeliest, likely = (
-                [self._tokens(states[i], prior, WIDE_VARIANCE, rooms[i], above) for i in seeded]
+                [self._drafts(states[i], prior, 1.0, WIDE_VARIANCE, rooms[i], above) for i in seeded]
                 for above in (0.0, GRACE)
             )
             plan = _best(_plans(steps, likely, margin_of(costs), late))
@@ -135,12 +139,12 @@ class GoodputLength:
     ) -> tuple[Habit, Sequence[int], int]:
         """The new habit, the requests that draft, and how long; of requests without a seed."""
         habit, num_requests = experience.habit, len(states)
-        rates = {id(p): p.rates(self.most) for p in (experience.greedy, experience.sampled)}
-        tokens = [
-            self._tokens(states[i], rates[id(experience.pooled(states[i].request))], VARIANCE, rooms[i])
+        rates = {id(p): (p.rates(self.most), p.hits.rate()) for p in (experience.greedy, experience.sampled)}
+        drafts = [
+            self._drafts(states[i], *rates[id(experience.pooled(states[i].request))], VARIANCE, rooms[i])
             for i in indices
         ]
-        plans = _plans(steps, tokens, margin_of(costs), [_late(states[i], costs) for i in indices])
+        plans = _plans(steps, drafts, margin_of(costs), [_late(states[i], costs) for i in indices])
         plan = _best(plans)
         if not habit.resting and len(habit.ids) == num_requests and 0 < habit.length <= self.most:
             old = plans[habit.length - 1]
@@ -158,12 +162,35 @@ class GoodputLength:
         rested = 0 if tries else habit.rested + 1 if habit.resting else 1
         return Habit(length=habit.length, resting=True, rested=rested), indices, int(tries)
 
-    def _tokens(
-        self, state: Running, pooled: Sequence[float], variance: float, room: int, above: float = 0.0
-    ) -> list[float]:
-        """Expected tokens of a request, by draft length; drafts are at most as long as there is room."""
-        found = tokens_by_length(_own(state.length_state).rates(pooled, variance, above))
-        return found[: room + 1] + [found[room]] * (len(found) - 1 - room) if room < len(found) else found
+    def _drafts(
+        self,
+        state: Running,
+        pooled: Sequence[float],
+        hits: float,
+        variance: float,
+        room: int,
+        above: float = 0.0,
+    ) -> "_Drafts":
+        """What drafts of a request are worth; they are at most as long as there is room."""
+        own = _own(state.length_state)
+        found = tokens_by_length(own.rates(pooled, variance, above))
+        if room < len(found):
+            found = found[: room + 1] + [found[room]] * (len(found) - 1 - room)
+        rate = own.hits.rate(hits)
+        return _Drafts(tokens=found if rate == 1 else [1 + rate * (n - 1) for n in found], hits=rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Drafts:
+    """Drafts of one request.
+
+    Attributes:
+        tokens: Expected tokens of a step, by draft length.
+        hits: The probability that the drafter finds a draft.
+    """
+
+    tokens: Sequence[float]
+    hits: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,31 +221,53 @@ def margin_of(costs: CostTable) -> float:
     return max(MARGIN, CERTAIN * costs.doubt)
 
 
-def _plans(steps: Steps, tokens: Sequence[Sequence[float]], margin: float, late: Sequence[float]) -> list[_Plan]:
+def _plans(steps: Steps, drafts: Sequence[_Drafts], margin: float, late: Sequence[float]) -> list[_Plan]:
     """The best plan of each length. The step's other requests are taken to be like these.
+
+    A step in which no draft is found costs what a plain one does.
 
     Args:
         late: Seconds for each token of a request, for what the drafter has to read first.
     """
-    count, share = len(tokens), (len(steps) - 1) / len(tokens)
-    plain, found = steps[0][0], []
-    for length in range(1, len(tokens[0])):
-        order = sorted(range(count), key=lambda r: -tokens[r][length]) if count > 1 else [0]
-        emitted, reading, best = float(count), 0.0, (0.0, 0, 0.0)
+    count, share = len(drafts), (len(steps) - 1) / len(drafts)
+    plain, plans = steps[0][0], []
+    for length in range(1, len(drafts[0].tokens)):
+        order = sorted(range(count), key=lambda r: -drafts[r].tokens[length]) if count > 1 else [0]
+        emitted, reading, none, best = float(count), 0.0, 1.0, (0.0, 0, 0.0)
         for drafting, r in enumerate(order, 1):
-            emitted += tokens[r][length] - 1
-            reading += late[r] * tokens[r][length]
-            cost = (steps[math.ceil(drafting * share)][length] + reading) / plain
+            own = drafts[r]
+            emitted += own.tokens[length] - 1
+            reading += late[r] * own.tokens[length]
+            none *= 1 - own.hits
+            cost = none + ((1 - none) * steps[math.ceil(drafting * share)][length] + reading) / plain
             best = max(best, (emitted / count / cost, drafting, emitted / count - (1 + margin) * cost))
         rate, drafting, gain = best
-        found.append(_Plan(length=length, who=order[:drafting], rate=rate, gain=gain))
-    return found
+        plans.append(_Plan(length=length, who=order[:drafting], rate=rate, gain=gain))
+    return plans
 
 
 def _best(plans: Sequence[_Plan]) -> _Plan:
     """The shortest plan with nearly the most tokens per second."""
     most = max(plan.rate for plan in plans)
     return next(plan for plan in plans if plan.rate >= NEAR * most)
+
+
+def _holds(habit: Habit, states: Sequence[Running], ids: Sequence[str], rooms: Sequence[int]) -> bool:
+    """Whether the last choice still holds: for the same requests, as long as there is room for their drafts. One to
+    draft nothing holds also if a few of many requests are new, because it says something of all texts.
+    """
+    if len(habit.lengths) != len(ids) or habit.age >= (HOLD if any(habit.lengths) else LEAST_REST):
+        return False
+    if habit.ids == ids:
+        return all(map(_has_room, habit.lengths, rooms, habit.rooms))
+    if any(habit.lengths) or not any(habit.rooms) or any(state.request.repeats for state in states):
+        return False
+    return len(set(ids).difference(habit.ids)) <= NEWCOMERS * len(ids)
+
+
+def _has_room(length: int, room: int, before: int) -> bool:
+    """Whether a draft still fits that was chosen when there was more room, or as much."""
+    return length <= room <= before
 
 
 def _let_draft(lengths: list[int], who: Sequence[int], rooms: Sequence[int], length: int) -> None:

@@ -13,7 +13,8 @@ from outrider.host import remembered
 from outrider.lengths.acceptance import PooledAcceptance, prior_rates, tokens_by_length
 from outrider.lengths.costs import CostTable, StepCost
 from outrider.lengths.experience import MOST_RECALLED, Experience, Habit
-from outrider.lengths.goodput import HOLD, MARGIN, GoodputLength, margin_of
+from outrider.lengths.goodput import HOLD, MARGIN, GoodputLength, _Drafts, _plans, margin_of
+from outrider.lengths.hits import Hits
 from recipes.length_simulation import Lengths, World, judged, learnt, simulate, step
 from tests import clocks
 
@@ -139,6 +140,54 @@ def test_a_request_that_accepts_nothing_stops_while_its_neighbours_go_on():
     assert min(settled(experience, states)) > 2
 
 
+def finding(costs: Cost, rate: float, hits: float) -> Experience:
+    """The experience of an engine whose drafter found a draft so often, and whose drafts were accepted at this rate."""
+    found = accepting(costs, rate)
+    for pooled in (found.greedy, found.sampled):
+        pooled.hits = Hits(asked=400, found=400 * hits)
+    return found
+
+
+def test_a_drafter_that_seldom_finds_a_draft_drafts_for_a_request_alone_and_not_for_a_batch():
+    # Rows are padded to the longest draft, so that one of eight drafts costs what eight cost.
+    costs = cost(0.02, 0.02)
+    assert min(settled(finding(costs, 0.8, 1.0), running(8))) > 0
+    assert settled(finding(costs, 0.8, 0.2), running(8)) == [0] * 8
+    assert settled(finding(costs, 0.8, 0.2), running(1))[0] > 4
+
+
+def test_expected_tokens_and_costs_of_a_step_are_those_of_a_simulated_lookup():
+    costs, random, rate, hits = cost(0.02, 0.06), rng(0), 0.7, 0.3
+    drafts = [_Drafts(tokens=[1 + hits * (n - 1) for n in tokens_by_length([rate] * 4)], hits=hits)] * 3
+    plan = _plans(CostTable.of_formula(costs).steps(3, sampled=False, context=64, longest=4), drafts, 0.0, [0.0] * 3)[
+        -1
+    ]
+    emitted, spent = 0.0, 0.0
+    for _ in range(20000):
+        found = random.random(3) < hits
+        emitted += sum(1 + accepted_of(random, rate, 4) for hit in found if hit) + sum(~found)
+        spent += costs(3, 4 if any(found) else 0)
+    assert len(plan.who) == 3
+    assert plan.rate == pytest.approx(emitted / 3 / (spent / costs(3, 0)), rel=0.01)
+
+
+def test_a_request_that_never_finds_a_draft_stops_while_its_neighbours_go_on():
+    rows = [
+        StepCost(requests=b, length=n, target=1 + 0.01 * b * n, drafter=0.03 * b * n) for b in (1, 4) for n in range(9)
+    ]
+    experience, states = accepting(CostTable(rows=tuple(rows)), 0.7), running(4)
+    for _ in range(60):
+        states[2].length_state = POLICY.update(states[2].length_state, step(0, 0, 4, room=4))
+    chosen = settled(experience, states)
+    assert chosen[2] == 0
+    assert min(chosen[0], chosen[1], chosen[3]) > 2
+    # Steps in which it was not asked say nothing.
+    states[2].length_state = POLICY.open()
+    for _ in range(60):
+        states[2].length_state = POLICY.update(states[2].length_state, step(0, 0, 4))
+    assert min(settled(experience, states)) > 2
+
+
 def test_a_long_context_can_turn_drafts_into_a_loss():
     near = [StepCost(requests=1, length=n, target=1 + 0.02 * n, drafter=0.1 * n) for n in range(9)]
     far = [replace(row, context=512, drafter=10 * row.drafter) for row in near if row.length in (0, 8)]
@@ -195,6 +244,44 @@ def test_a_choice_holds_for_some_steps_of_the_same_requests():
         assert lengths(experience, states[:1]) != list(first.lengths[:1])
         experience.habit = choice.habit
     assert lengths(experience, states) != list(first.lengths)
+
+
+@pytest.mark.parametrize(("rate", "drafts"), [(0.8, True), (0.1, False)])
+def test_a_choice_holds_while_its_drafts_fit_and_no_room_grows(rate, drafts):
+    experience, states = accepting(cost(0.15, 0.02), rate), running(2)
+    settled(experience, states)
+    experience.habit = replace(experience.habit, ids=())
+    first = POLICY.choose(experience, states, [6, 6])
+    assert any(first.lengths) == drafts
+    experience.habit = replace(first.habit, age=1)
+    experience.greedy = PooledAcceptance(tested=[400.0] * 8, accepted=[400.0 * (not drafts)] * 8)
+    for rooms, holds in (([6, 6], True), ([max(1, length) for length in first.lengths], True), ([6, 7], False)):
+        assert (POLICY.choose(experience, states, rooms).lengths == first.lengths) == holds
+    if drafts:
+        assert POLICY.choose(experience, states, [first.lengths[0] - 1, 6]).lengths != first.lengths
+
+
+def test_a_choice_to_draft_nothing_extends_to_a_few_new_requests_without_seeds():
+    experience, states = accepting(cost(0.1, 0.01), 0.05), running(8)
+    assert settled(experience, states) == [0] * 8
+    experience.habit = replace(POLICY.choose(experience, states, [8] * 8).habit, age=1)
+    experience.greedy = PooledAcceptance(tested=[400.0] * 8, accepted=[400.0] * 8)
+    experience.sampled = experience.greedy
+
+    def joined(count: int, *, repeats: bool = False) -> list[int]:
+        new = [replace(state, request=replace(state.request, id=f"new {i}")) for i, state in enumerate(running(count))]
+        if repeats:
+            new = running(8 + count, DRAWN, repeats=True)[8:]
+        return lengths(experience, [*states[count:], *new])
+
+    assert joined(2) == [0] * 8
+    assert any(joined(3))
+    assert any(joined(1, repeats=True))
+    assert any(lengths(experience, states[:7]))
+    # Where nobody had room, nothing was chosen.
+    experience.habit = replace(experience.habit, rooms=[0] * 8)
+    assert any(joined(1))
+    assert any(joined(0))
 
 
 def test_while_drafts_rest_one_token_now_and_then_costs_half_a_percent():
@@ -304,16 +391,29 @@ def test_acceptance_is_kept_for_the_next_process_and_damaged_one_is_left_out(tmp
         first = Experience.recalled(costs, {"pair": 1})
         for _ in range(60):
             choice = POLICY.choose(first, states, [8] * 3)
-            first.note(choice, [state.request for state in states], [step(2, 1, 3)] * 3)
+            made = [step(2, 1, 3, room=2), step(2, 1, 3, room=2), step(0, 0, 3, room=2)]
+            first.note(choice, [state.request for state in states], made)
+        assert first.greedy.hits.found == pytest.approx(2 / 3 * first.greedy.hits.asked)
         first.save()
         second = Experience.recalled(costs, {"pair": 1})
         assert second.greedy.tested == pytest.approx([MOST_RECALLED] * 2)
         assert second.greedy.accepted == pytest.approx([MOST_RECALLED, 0.0])
+        assert second.greedy.hits == Hits(
+            asked=pytest.approx(MOST_RECALLED), found=pytest.approx(2 / 3 * MOST_RECALLED)
+        )
         assert second.sampled == PooledAcceptance() == Experience.recalled(costs, {"pair": 2}).greedy
         for tested, accepted in ([[2.0], ["x"]], [[1.0], [2.0]], [[1.0], [-1.0]], [[1.0], []], [None, None]):
             damaged = {"tested": tested, "accepted": accepted}
             remembered.write("acceptance", {"pair": 1}, {"greedy": damaged, "sampled": damaged})
             assert Experience.recalled(costs, {"pair": 1}).greedy == PooledAcceptance()
+        for hits in ({"asked": 1.0, "found": 2.0}, {"asked": "x"}, {"kept": 1.0}, [1.0], {"found": -1.0}):
+            damaged = {"tested": [4.0], "accepted": [2.0], "hits": hits}
+            remembered.write("acceptance", {"pair": 1}, {"greedy": damaged, "sampled": damaged})
+            assert Experience.recalled(costs, {"pair": 1}).greedy == PooledAcceptance()
+        # Records of earlier versions have none.
+        older = {"tested": [4.0], "accepted": [2.0]}
+        remembered.write("acceptance", {"pair": 1}, {"greedy": older, "sampled": older})
+        assert Experience.recalled(costs, {"pair": 1}).greedy == PooledAcceptance(tested=[4.0], accepted=[2.0])
 
 
 @pytest.mark.parametrize("fields", [{"most": 0}, {"fallback": -1}])
