@@ -9,7 +9,7 @@ import numpy as np
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.exports import Exports
 from outrider.drafters.prediction import Prediction, counts, note_accepted
-from outrider.drafters.token_only import TokenOnly
+from outrider.drafters.token_only import USUAL_HITS, TokenOnly
 
 
 @dataclass(kw_only=True)
@@ -56,6 +56,9 @@ class NgramDrafter(TokenOnly):
     exports: ClassVar[Exports] = Exports(
         vllm="ngram", sglang="NGRAM", llama="ngram-simple", draws=False, has_files=False
     )
+
+    waits: ClassVar[bool] = True
+    usual_hits: ClassVar[float] = USUAL_HITS
 
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2

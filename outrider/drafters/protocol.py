@@ -71,6 +71,7 @@ class Drafter(Protocol):
         chains_only: Why it cannot grow a branching tree, as the end of a sentence; None if it can.
         keeps_cache: Whether it keeps keys and values, or something like them, of every request.
         waits: Whether calls of `observe` may be left out, because `begin` reads the tokens that it has not seen.
+        usual_hits: How likely it is taken to find a draft before any was asked for; 1 where it always does.
         trainer: The name of the method that trains it; None where there is nothing to train.
         exports: Which other engines run it, and by which names.
     """
@@ -79,6 +80,7 @@ class Drafter(Protocol):
     context_pure: ClassVar[bool]
     keeps_cache: ClassVar[bool] = False
     waits: ClassVar[bool] = False
+    usual_hits: ClassVar[float] = 1.0
     trainer: ClassVar[str | None] = None
     exports: ClassVar[Exports] = Exports()
 

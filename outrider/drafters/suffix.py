@@ -12,7 +12,7 @@ from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.automaton import SEPARATOR, SuffixAutomaton
 from outrider.drafters.exports import Exports
 from outrider.drafters.prediction import Prediction, counts, note_accepted
-from outrider.drafters.token_only import TokenOnly
+from outrider.drafters.token_only import USUAL_HITS, TokenOnly
 from outrider.lm.target_info import TargetInfo
 
 
@@ -76,6 +76,9 @@ class SuffixDrafter(TokenOnly):
     """
 
     exports: ClassVar[Exports] = Exports(vllm="suffix", draws=False, has_files=False)
+
+    waits: ClassVar[bool] = True
+    usual_hits: ClassVar[float] = USUAL_HITS
 
     min_match: int = 2
     corpus: str | None = None

@@ -68,11 +68,14 @@ class PooledAcceptance:
         found = [(accepted + WEIGHT * rate) / (tested + WEIGHT) for tested, accepted, rate in counts]
         return found + moved[len(found) :]
 
-    def spread(self, length: int) -> float:
+    def spread(self, length: int, hits: float = 1.0) -> float:
         r"""Standard deviation of the expected tokens of a draft, from that of the rates (delta method).
 
         With $w_j = \prod_{i \le j} a_i$ and hits at a rate of h the expected number is $1 + h \sum_j w_j$. Its
         derivative by $a_i$ is $h \sum_{j \ge i} w_j / a_i$, and $\sum_j w_j$ by h.
+
+        Args:
+            hits: The rate of hits before any draft was asked for.
         """
         rates = self.rates(length)
         reached, behind, variance = tokens_by_length(rates), 0.0, 0.0
@@ -80,7 +83,7 @@ class PooledAcceptance:
             behind += reached[depth + 1] - reached[depth]
             tested = self.tested[depth] if depth < len(self.tested) else 0.0
             variance += behind**2 * (1 - rates[depth]) / max(rates[depth], 1e-6) / (tested + WEIGHT + 1)
-        return math.sqrt(self.hits.rate() ** 2 * variance + (reached[length] - 1) ** 2 * self.hits.variance())
+        return math.sqrt(self.hits.rate(hits) ** 2 * variance + (reached[length] - 1) ** 2 * self.hits.variance(hits))
 
 
 @dataclass(frozen=True, kw_only=True)

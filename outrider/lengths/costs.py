@@ -86,6 +86,7 @@ class CostTable:
     busy: bool = False
     measured: float | None = field(default=None, compare=False)
     _steps: dict[tuple[int, bool, int, int], Steps] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _asking: dict[tuple[int, bool], list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not all(math.isfinite(row.seconds) and row.seconds > 0 for row in self.rows) or not self._batches(False):
@@ -145,6 +146,15 @@ class CostTable:
         if (found := self._steps.get(key)) is None:
             found = self._steps[key] = self._worked_out(requests, sampled, 2 ** (near / 2), longest)
         return found
+
+    def missed(self, requests: int, *, sampled: bool, context: int) -> list[float]:
+        """Seconds of steps of so many requests in which the drafter finds no draft, by how many of them ask for one."""
+        own = sampled and bool(self._batches(True))
+        if (asking := self._asking.get((requests, own))) is None:
+            asking = [0.0, *(float(self._part("drafter", own, m, 1)[1]) for m in range(1, requests + 1))]
+            self._asking[requests, own] = asking
+        plain = self.steps(requests, sampled=sampled, context=context, longest=1)[0][0]
+        return [plain + more for more in asking]
 
     def tree(self, requests: int, widths: Sequence[int], *, sampled: bool, context: int) -> float:
         r"""Seconds of a step in which all requests draft a tree, estimated from steps of chains.

@@ -101,7 +101,10 @@ class GoodputLength:
             older = replace(habit, age=habit.age + 1, rested=habit.rested + 1 if habit.resting else 0)
             return Choice(lengths=habit.lengths, habit=older, context=context)
         draws = any(state.request.sampling.temperature > 0 for state in states)
-        steps = costs.steps(len(states), sampled=draws, context=context, longest=self.most)
+        steps, missed = (
+            costs.steps(len(states), sampled=draws, context=context, longest=self.most),
+            costs.missed(len(states), sampled=draws, context=context),
+        )
         seeded = [i for i, state in enumerate(states) if state.request.repeats]
         others = [i for i, state in enumerate(states) if not state.request.repeats]
         lengths = [0] * len(states)
@@ -111,15 +114,15 @@ class GoodputLength:
         elif seeded:
             prior, late = prior_rates(self.most), [_late(states[i], costs) for i in seeded]
             likeliest, likely = (
-                [self._drafts(states[i], prior, 1.0, WIDE_VARIANCE, rooms[i], above) for i in seeded]
+                [self._drafts(states[i], prior, _usual(states[i]), WIDE_VARIANCE, rooms[i], above) for i in seeded]
                 for above in (0.0, GRACE)
             )
-            plan = _best(_plans(steps, likely, margin_of(costs), late))
+            plan = _best(_plans(steps, missed, likely, margin_of(costs), late))
             if plan.gain > 0:
-                length = _best(_plans(steps, likeliest, margin_of(costs), late)).length
+                length = _best(_plans(steps, missed, likeliest, margin_of(costs), late)).length
                 _let_draft(lengths, [seeded[k] for k in plan.who], rooms, length)
         if others and any(rooms[i] for i in others):
-            habit, who, length = self._pooled(experience, states, rooms, others, steps, costs, context)
+            habit, who, length = self._pooled(experience, states, rooms, others, steps, missed, costs, context)
             _let_draft(lengths, who, rooms, length)
         # A doubtful choice, and a try while resting, are for one step. They say nothing of requests with a seed.
         once = habit.doubts > 0 or (habit.resting and any(lengths[i] for i in others))
@@ -134,23 +137,25 @@ class GoodputLength:
         rooms: Sequence[int],
         indices: Sequence[int],
         steps: Steps,
+        missed: Sequence[float],
         costs: CostTable,
         context: int,
     ) -> tuple[Habit, Sequence[int], int]:
         """The new habit, the requests that draft, and how long; of requests without a seed."""
         habit, num_requests = experience.habit, len(states)
-        rates = {id(p): (p.rates(self.most), p.hits.rate()) for p in (experience.greedy, experience.sampled)}
-        drafts = [
-            self._drafts(states[i], *rates[id(experience.pooled(states[i].request))], VARIANCE, rooms[i])
-            for i in indices
-        ]
-        plans = _plans(steps, drafts, margin_of(costs), [_late(states[i], costs) for i in indices])
+        rates = {id(p): p.rates(self.most) for p in (experience.greedy, experience.sampled)}
+        drafts = []
+        for i in indices:
+            own = experience.pooled(states[i].request)
+            drafts.append(self._drafts(states[i], rates[id(own)], own.hits.rate(_usual(states[i])), VARIANCE, rooms[i]))
+        plans = _plans(steps, missed, drafts, margin_of(costs), [_late(states[i], costs) for i in indices])
         plan = _best(plans)
         if not habit.resting and len(habit.ids) == num_requests and 0 < habit.length <= self.most:
             old = plans[habit.length - 1]
             plan = old if plan.rate < BETTER * old.rate else plan
         pooled = experience.pooled(states[indices[0]].request)
-        sure = plan.gain / max(pooled.spread(plan.length) * len(plan.who) / len(indices), 1e-9)
+        spread = pooled.spread(plan.length, _usual(states[indices[0]]))
+        sure = plan.gain / max(spread * len(plan.who) / len(indices), 1e-9)
         doubts = habit.doubts + 1 if sure <= UNLIKELY else 0
         if habit.resting:
             stops = sure < LIKELY
@@ -221,12 +226,13 @@ def margin_of(costs: CostTable) -> float:
     return max(MARGIN, CERTAIN * costs.doubt)
 
 
-def _plans(steps: Steps, drafts: Sequence[_Drafts], margin: float, late: Sequence[float]) -> list[_Plan]:
+def _plans(
+    steps: Steps, missed: Sequence[float], drafts: Sequence[_Drafts], margin: float, late: Sequence[float]
+) -> list[_Plan]:
     """The best plan of each length. The step's other requests are taken to be like these.
 
-    A step in which no draft is found costs what a plain one does.
-
     Args:
+        missed: Seconds of a step in which no draft is found, by the number of requests that ask for one.
         late: Seconds for each token of a request, for what the drafter has to read first.
     """
     count, share = len(drafts), (len(steps) - 1) / len(drafts)
@@ -239,7 +245,8 @@ def _plans(steps: Steps, drafts: Sequence[_Drafts], margin: float, late: Sequenc
             emitted += own.tokens[length] - 1
             reading += late[r] * own.tokens[length]
             none *= 1 - own.hits
-            cost = none + ((1 - none) * steps[math.ceil(drafting * share)][length] + reading) / plain
+            asking = math.ceil(drafting * share)
+            cost = (none * missed[asking] + (1 - none) * steps[asking][length] + reading) / plain
             best = max(best, (emitted / count / cost, drafting, emitted / count - (1 + margin) * cost))
         rate, drafting, gain = best
         plans.append(_Plan(length=length, who=order[:drafting], rate=rate, gain=gain))
@@ -291,6 +298,11 @@ def _rest(steps: Steps, costs: CostTable, num_requests: int, context: int) -> fl
     plain, drafted = steps[0][0], steps[num_requests][1]
     extra = max(0.0, drafted - plain) + costs.catch_up * num_requests * context
     return max(LEAST_REST, extra / (ALLOWANCE * plain))
+
+
+def _usual(state: Running) -> float:
+    """How likely the drafter of a request finds a draft, before that is known."""
+    return getattr(state.drafter, "usual_hits", 1.0)
 
 
 def _own(state: object) -> OwnAcceptance:

@@ -38,9 +38,9 @@ class Hits:
         """
         return (self.found + WEIGHT * before) / (self.asked + WEIGHT)
 
-    def variance(self) -> float:
+    def variance(self, before: float = 1.0) -> float:
         """The variance of the rate, that of a beta distribution."""
-        rate = self.rate()
+        rate = self.rate(before)
         return rate * (1 - rate) / (self.asked + WEIGHT + 1)
 
     def at_most(self, asked: float) -> "Hits":

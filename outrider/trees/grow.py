@@ -180,7 +180,7 @@ def by_level(
         samplings: The drafter's sampling settings for each request.
     """
     count = len(states)
-    roots = Children(
+    first = Children(
         owners=np.arange(count),
         parents=np.full(count, -1),
         tokens=torch.tensor([s.tokens[-1] for s in states]),
@@ -188,7 +188,7 @@ def by_level(
         links=np.zeros(0, dtype=np.int64),
     )
     growth = _Growth(sizes=np.zeros(count, dtype=np.int64))
-    growth.add(roots, device)
+    growth.add(first, device)
     # Asking a protocol takes twenty times as long as asking for an attribute.
     sharer = cast(Sharer, length) if hasattr(length, "share") else None
     constrained = any(is_masked(s) for s in states)
@@ -199,6 +199,8 @@ def by_level(
     while len(here):
         if depth == 0:
             guess = drafter.begin([states[i] for i in here.tolist()], limits[here].tolist())
+            if guess.tokens is not None and (guess.tokens < 0).all():
+                return roots(states, tree.structure, device)
             growth.short_list = guess.short_list
             dice = dice_over(guess.short_list, dice)
         else:
@@ -217,13 +219,9 @@ def by_level(
         if level.logits is not None:
             if constrained:
                 level = replace(level, logits=_allowed(states, growth, level.logits, here))
-            reach = length.reach([s.length_state for s in states], level)
-            if reach is not None:
-                limits[level.owners] = np.minimum(limits[level.owners], depth + reach)
-                here = here[reach > 0]
-                level = _part(level, reach > 0)
-                if not len(here):
-                    break
+            level, here = _reached(length, states, level, here, limits)
+            if not len(here):
+                break
             if tree.structure != "deterministic":
                 before = partial(_before, states, growth, level)
                 if rule is None or not np.array_equal(ruled, level.owners):
@@ -245,6 +243,21 @@ def by_level(
     grown = growth.grown()
     keep = _shared(sharer, growth, grown, notes) if sharer is not None and notes else tree.finish(grown)
     return _pack(growth, grown, keep, tree.structure)
+
+
+def _reached(
+    length: Stopper,
+    states: Sequence[Running],
+    level: Level,
+    here: Int[np.ndarray, " n"],
+    limits: Int[np.ndarray, " requests"],
+) -> tuple[Level, Int[np.ndarray, " n"]]:
+    """The part of a level below which the length policy goes on, and its nodes' places. It may shorten `limits`."""
+    reach = length.reach([s.length_state for s in states], level)
+    if reach is None:
+        return level, here
+    limits[level.owners] = np.minimum(limits[level.owners], level.depth + reach)
+    return _part(level, reach > 0), here[reach > 0]
 
 
 def _frontier(growth: _Growth, here: Int[np.ndarray, " n"], depth: int) -> Frontier:

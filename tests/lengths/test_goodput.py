@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from outrider.core.types import InputError, Request, Running, Sampling
+from outrider.drafters.suffix import SuffixDrafter
 from outrider.host import remembered
 from outrider.lengths.acceptance import PooledAcceptance, prior_rates, tokens_by_length
 from outrider.lengths.costs import CostTable, StepCost
@@ -159,16 +160,37 @@ def test_a_drafter_that_seldom_finds_a_draft_drafts_for_a_request_alone_and_not_
 def test_expected_tokens_and_costs_of_a_step_are_those_of_a_simulated_lookup():
     costs, random, rate, hits = cost(0.02, 0.06), rng(0), 0.7, 0.3
     drafts = [_Drafts(tokens=[1 + hits * (n - 1) for n in tokens_by_length([rate] * 4)], hits=hits)] * 3
-    plan = _plans(CostTable.of_formula(costs).steps(3, sampled=False, context=64, longest=4), drafts, 0.0, [0.0] * 3)[
-        -1
-    ]
+    steps = CostTable.of_formula(costs).steps(3, sampled=False, context=64, longest=4)
+    missed = [costs(3, 0) + 0.1 * asking for asking in range(4)]
+    plan = _plans(steps, missed, drafts, 0.0, [0.0] * 3)[-1]
     emitted, spent = 0.0, 0.0
     for _ in range(20000):
         found = random.random(3) < hits
         emitted += sum(1 + accepted_of(random, rate, 4) for hit in found if hit) + sum(~found)
-        spent += costs(3, 4 if any(found) else 0)
+        spent += costs(3, 4) if any(found) else missed[3]
     assert len(plan.who) == 3
     assert plan.rate == pytest.approx(emitted / 3 / (spent / costs(3, 0)), rel=0.01)
+
+
+def test_a_drafter_that_may_find_nothing_is_doubted_before_it_was_asked():
+    costs = CostTable.of_formula(cost(0.02, 0.02))
+    for drafter, drafts in ((None, True), (SuffixDrafter(), False)):
+        for repeats in (False, True):
+            states = running(8, DRAWN, repeats=repeats)
+            for state in states:
+                state.drafter = drafter
+            assert any(settled(Experience(costs), states)) == drafts
+            assert any(settled(Experience(costs), states[:1]))
+
+
+def test_what_looking_for_a_draft_takes_can_be_more_than_it_gains():
+    rows = [StepCost(requests=1, length=n, target=1.0, drafter=0.3 * (n > 0)) for n in range(9)]
+    dear = CostTable(rows=tuple(rows))
+    assert dear.missed(1, sampled=False, context=64) == pytest.approx([1.0, 1.3])
+    for hits, drafts in ((1.0, True), (0.1, False)):
+        experience = finding(cost(0.0, 0.0), 0.8, hits)
+        experience.costs = dear
+        assert any(settled(experience, running(1))) == drafts
 
 
 def test_a_request_that_never_finds_a_draft_stops_while_its_neighbours_go_on():
