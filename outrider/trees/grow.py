@@ -251,7 +251,7 @@ def _reached(
     level: Level,
     here: Int[np.ndarray, " n"],
     limits: Int[np.ndarray, " requests"],
-) -> tuple[Level, Int[np.ndarray, " n"]]:
+) -> tuple[Level, Int[np.ndarray, " kept"]]:
     """The part of a level below which the length policy goes on, and its nodes' places. It may shorten `limits`."""
     reach = length.reach([s.length_state for s in states], level)
     if reach is None:
