@@ -43,7 +43,7 @@ def test_every_kind_of_step_is_measured_and_all_slots_are_free_again(drafter):
     assert found.unsteady >= 0
     assert all(row.target > 0 and row.rest > 0 and row.drafter >= 0 for row in found.rows)
     assert not found.kept
-    assert (found.catch_up > 0) <= (drafter == "model")
+    assert (found.catch_up > 0) <= (drafter in ("model", "ngram", "suffix"))
     free = free_slots(used)
     assert set(free) == {8}
 
