@@ -101,10 +101,8 @@ class GoodputLength:
             older = replace(habit, age=habit.age + 1, rested=habit.rested + 1 if habit.resting else 0)
             return Choice(lengths=habit.lengths, habit=older, context=context)
         draws = any(state.request.sampling.temperature > 0 for state in states)
-        steps, missed = (
-            costs.steps(len(states), sampled=draws, context=context, longest=self.most),
-            costs.missed(len(states), sampled=draws, context=context),
-        )
+        steps = costs.steps(len(states), sampled=draws, context=context, longest=self.most)
+        missed = costs.missed(len(states), sampled=draws, context=context)
         seeded = [i for i, state in enumerate(states) if state.request.repeats]
         others = [i for i, state in enumerate(states) if not state.request.repeats]
         lengths = [0] * len(states)
