@@ -23,6 +23,7 @@ class StepCost:
         length: Draft tokens of each request; 0 is a plain step.
         context: Tokens of each request before the step, about.
         sampled: Whether tokens are drawn; otherwise all requests are greedy.
+        drafting: How many of the requests draft; None: all.
         target: The target's forward.
         drafter: Everything that the drafter does.
         rest: Rows, verifying and commit.
@@ -32,6 +33,7 @@ class StepCost:
     length: int
     context: int = 64
     sampled: bool = False
+    drafting: int | None = None
     target: float
     drafter: float = 0.0
     rest: float = 0.0
@@ -52,9 +54,10 @@ class CostTable:
 
     A step of b requests at a context of L tokens, m of which draft $\gamma$ tokens, costs
 
-    $$T = F(b, \gamma) + D(m, \gamma) + S_0(b) + \tfrac{m}{b} (S(b, \gamma) - S_0(b)) + (L - L_0) (b k_F + m k_D).$$
+    $$T = F(b, m, \gamma) + D(m, \gamma) + S_0(b) + \tfrac{m}{b} (S(b, \gamma) - S_0(b)) + (L - L_0) (b k_F + m k_D).$$
 
-    F is the target's forward. Its rows are padded to the longest draft, so that it does not depend on m. D is the
+    F is the target's forward. It grows with m on a straight line from one request that drafts to all. If its rows are
+    padded to the longest draft, the two cost the same, and so they do where one alone was not measured. D is the
     drafter, S the rest of a step, $S_0$ that of a plain one. $L_0$ is the shortest context that was measured, and the
     slopes k, which depend on b and $\gamma$, lead to the longest one. Between measured numbers of requests and lengths,
     costs follow straight lines. For more requests than were measured, F is read off by its number of tokens. Sampled
@@ -111,6 +114,7 @@ class CostTable:
                 length=int(row["length"]),
                 context=int(row["context"]),
                 sampled=bool(row["sampled"]),
+                drafting=None if row.get("drafting") is None else int(row["drafting"]),
                 target=float(row["target"]),
                 drafter=float(row["drafter"]),
                 rest=float(row["rest"]),
@@ -184,7 +188,9 @@ class CostTable:
     def _worked_out(self, requests: int, sampled: bool, context: float, longest: int) -> Steps:
         own = sampled and bool(self._batches(True))
         drafting = range(1, requests + 1)
-        target = self._forwards(requests, longest)
+        share = (np.array(drafting)[:, None] - 1) / max(1, requests - 1)
+        all_, one = self._forwards(requests, longest), self._with_one(requests, longest)
+        target = one + share * (all_ - one)
         drafter = np.stack([self._part("drafter", own, m, longest) for m in drafting])
         rest = self._part("rest", own, requests, longest)
         of_target, of_drafter, first = self._slopes(requests, longest)
@@ -192,7 +198,7 @@ class CostTable:
         found = target + drafter + rest[0] + share / requests * (rest - rest[0])
         found = found + farther * (requests * of_target + share * of_drafter)
         # A plain step, whoever would draft.
-        plain = target[0] + self._part("drafter", own, requests, 0)[0] + rest[0] + farther * requests * of_target[0]
+        plain = all_[0] + self._part("drafter", own, requests, 0)[0] + rest[0] + farther * requests * of_target[0]
         found[:, 0] = plain
         lines = np.concatenate([np.full((1, longest + 1), plain), found])
         return tuple(tuple(line) for line in np.maximum(lines, plain / 10).tolist())
@@ -206,6 +212,23 @@ class CostTable:
         tokens = [most * (1 + row.length) for row in rows]
         return _line(requests * (1.0 + np.arange(longest + 1)), tokens, [self._of(row, "target") for row in rows])
 
+    def _with_one(self, requests: int, longest: int) -> Float[np.ndarray, " lengths"]:
+        """The target's forwards where one request drafts 0 to `longest` tokens, and the others none."""
+        all_, batches = self._forwards(requests, longest), self._batches(False)
+        alone = {b: rows for b, rows in self._batches(False, drafting=1).items() if b in batches}
+        if not alone or requests == 1:
+            return all_
+        # What one draft adds to a plain forward, as a share of what the drafts of all add.
+        lengths, shares = np.arange(longest + 1.0), []
+        for b, rows in alone.items():
+            plain, places = self._of(batches[b][0], "target"), [row.length for row in rows]
+            whole = self._part("target", False, b, max(places))[places] - plain
+            more = np.array([self._of(row, "target") for row in rows]) - plain
+            kept = np.divide(more, whole, out=np.ones_like(more), where=whole > 0).clip(0, 1)
+            shares.append(np.interp(lengths, places, kept))
+        share = np.array([np.interp(float(requests), list(alone), each) for each in np.stack(shares, axis=1)])
+        return all_[0] + share * (all_ - all_[0])
+
     def _part(self, part: str, sampled: bool, requests: int, longest: int) -> Float[np.ndarray, " lengths"]:
         """A part of steps with drafts of 0 to `longest` tokens."""
         batches, lengths = self._batches(sampled), np.arange(longest + 1.0)
@@ -215,14 +238,14 @@ class CostTable:
 
     def _of(self, row: StepCost, part: str) -> float:
         """A part of a row; the target's from all rows of such steps, because each has errors of its own."""
-        return self._targets[row.requests, row.length, row.context] if part == "target" else float(getattr(row, part))
+        return self._targets[row.requests, row.length, row.context, row.drafting] if part == "target" else float(getattr(row, part))
 
     @functools.cached_property
-    def _targets(self) -> dict[tuple[int, int, int], float]:
-        """Seconds of the target's forward by requests, length and context."""
-        found: dict[tuple[int, int, int], list[float]] = {}
+    def _targets(self) -> dict[tuple[int, int, int, int | None], float]:
+        """Seconds of the target's forward by requests, length, context, and how many draft."""
+        found: dict[tuple[int, int, int, int | None], list[float]] = {}
         for row in self.rows:
-            found.setdefault((row.requests, row.length, row.context), []).append(row.target)
+            found.setdefault((row.requests, row.length, row.context, row.drafting), []).append(row.target)
         return {kind: statistics.mean(seconds) for kind, seconds in found.items()}
 
     def _slopes(
@@ -230,7 +253,7 @@ class CostTable:
     ) -> tuple[Float[np.ndarray, " lengths"], Float[np.ndarray, " lengths"], int]:
         """What a further token of each request's context adds per request, to target and drafter, and from where on."""
         first = min(row.context for row in self.rows)
-        near = {(row.requests, row.length): row for row in self.rows if row.context == first and not row.sampled}
+        near = {(row.requests, row.length): row for row in self.rows if row.context == first and not row.sampled and row.drafting is None}
         far: dict[int, list[StepCost]] = {}
         for row in sorted(self.rows, key=lambda row: (row.requests, row.length)):
             if row.context > first and not row.sampled and (row.requests, row.length) in near:
@@ -250,13 +273,17 @@ class CostTable:
 
         return slope("target"), slope("drafter"), first
 
-    def _batches(self, sampled: bool) -> dict[int, list[StepCost]]:
-        """The rows of the shortest context by number of requests, where plain and longer steps were measured."""
+    def _batches(self, sampled: bool, drafting: int | None = None) -> dict[int, list[StepCost]]:
+        """The rows of the shortest context by number of requests. Where all draft, those numbers alone for which plain
+        and longer steps were measured.
+        """
         first = min((row.context for row in self.rows), default=0)
         found: dict[int, list[StepCost]] = {}
         for row in sorted(self.rows, key=lambda row: (row.requests, row.length)):
-            if row.sampled == sampled and row.context == first:
+            if row.sampled == sampled and row.context == first and row.drafting == drafting:
                 found.setdefault(row.requests, []).append(row)
+        if drafting is not None:
+            return found
         return {b: rows for b, rows in found.items() if rows[0].length == 0 and len(rows) > 1}
 
 

@@ -237,14 +237,23 @@ def _plans(
     plain, plans = steps[0][0], []
     for length in range(1, len(drafts[0].tokens)):
         order = sorted(range(count), key=lambda r: -drafts[r].tokens[length]) if count > 1 else [0]
-        emitted, reading, none, best = float(count), 0.0, 1.0, (0.0, 0, 0.0)
+        emitted, reading, none, hits, best = float(count), 0.0, 1.0, 0.0, (0.0, 0, 0.0)
         for drafting, r in enumerate(order, 1):
             own = drafts[r]
             emitted += own.tokens[length] - 1
             reading += late[r] * own.tokens[length]
             none *= 1 - own.hits
+            hits += own.hits
             asking = math.ceil(drafting * share)
-            cost = (none * missed[asking] + (1 - none) * steps[asking][length] + reading) / plain
+            found = steps[asking][length]
+            if none:
+                # As many find a draft as on average where one does at least.
+                number = min(float(asking), hits * share / (1 - none)) if none < 1 else 1.0
+                low, more = int(number), number % 1
+                high = min(low + 1, asking)
+                found += (1 - more) * (steps[low][length] - missed[low]) + more * (steps[high][length] - missed[high])
+                found += missed[asking] - steps[asking][length]
+            cost = (none * missed[asking] + (1 - none) * found + reading) / plain
             best = max(best, (emitted / count / cost, drafting, emitted / count - (1 + margin) * cost))
         rate, drafting, gain = best
         plans.append(_Plan(length=length, who=order[:drafting], rate=rate, gain=gain))

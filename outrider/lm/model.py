@@ -302,6 +302,13 @@ class LanguageModel(SlottedLM):
         wide = self.forward == "compiled" and self.narrow is not None and size > self.narrow
         return self._forwards["eager" if wide else self.forward]
 
+    def _runs_unpadded(self, batch: Batch, taps: Sequence[int]) -> bool:
+        count = self._width(int(batch.counts.sum()))
+        if count >= len(batch.segments) * batch.width:
+            return False
+        runs = self._runs(count)
+        return isinstance(runs, PackagedForward) and runs.unpadded and runs.has(taps)
+
     def _runs_without_mask(self, batch: Batch) -> bool:
         runs = self._runs(len(batch.segments) * batch.width)
         # On GPUs prompts run eager, whatever runs the rest.
@@ -384,8 +391,13 @@ class LanguageModel(SlottedLM):
         slot = self.open()
         siblings = np.array([-1, 0, 0, 2])
         tree = torch.tensor([low, high, low, high], device=self.device)
-        ours = self.extend([Segment(slot=slot, tokens=tree, parents=siblings, logits="last")]).logits[0]
-        self.release(slot)
+        segments = [Segment(slot=slot, tokens=tree, parents=siblings, logits="last")]
+        if self.forward == "compiled" and self.max_slots > 1:
+            # A shorter row, so that what runs without padding is tried too.
+            segments.append(Segment(slot=self.open(), tokens=tree[:1], logits="last"))
+        ours = self.extend(segments).logits[0]
+        for segment in segments:
+            self.release(segment.slot)
         self.num_forwards = 0
         with flex.tried(self.anatomy.flex):
             plain = self.model(input_ids=tree[None, [0, 2, 3]], use_cache=False).logits[0, -1, : self.vocab_size]

@@ -1,4 +1,6 @@
-"""Times steps of an engine's parts, by requests, draft length, context and temperature: the median of repeats."""
+"""Times steps of an engine's parts, by requests, draft length, context, temperature, and how many of them draft: the
+median of repeats.
+"""
 
 import math
 import random
@@ -30,6 +32,8 @@ LENGTHS, ALL_LENGTHS = (0, 4, 8, 2), (0, 4, 8, 1, 2, 3, 5, 6, 7)
 BATCHES, ALL_BATCHES = (1, 4, 16, 64), (1, 2, 4, 8, 16, 32, 64)
 """Numbers of requests in a short and in a thorough probe, beside the largest one. With fewer kinds of steps there are
 more repeats, and costs lie near lines between them."""
+ALONE = (1, 4, 8)
+"""Draft lengths of steps in which one of several requests drafts."""
 SAMPLED = (0, 8, 2)
 """Draft lengths of sampled steps in a short probe. Their forwards are those of greedy steps."""
 WARM_UP, REPEATS, MANY_REPEATS = 1, 12, 24
@@ -64,6 +68,7 @@ class Kind:
     requests: int
     length: int
     sampled: bool = False
+    drafting: int | None = None
     way: DraftWay | None = None
 
 
@@ -112,9 +117,11 @@ class Bench:
             parts = replace(parts, tree=kind.way.tree, verifier=kind.way.verifier)
         if any(tokens_left(parts, state) - 1 < kind.length for state in states):
             return None
+        drafting = kind.requests if kind.drafting is None else kind.drafting
         for i, state in enumerate(states):
             settings = Sampling(temperature=1.0 if kind.sampled else 0.0, seed=i)
-            state.request = replace(state.request, sampling=settings)
+            limit = None if i < drafting else 0
+            state.request = replace(state.request, sampling=settings, max_draft_tokens=limit)
         looks_up, most = self._parts.drafter.rows == "point", kind.length + 1
         kept = {state.request.id: 1 if looks_up else 1 + (self._made + i) % most for i, state in enumerate(states)}
         made = parts.decoding.step(parts, states, keep=lambda state, tokens: kept[state.request.id])
@@ -122,7 +129,7 @@ class Bench:
         for state in states if looks_up else ():
             # The newest token has not been read by any model.
             state.tokens[-1] = self.text[(len(state.tokens) - 1) % PERIOD]
-        if any(step.num_draft_tokens < kind.length for step in made):
+        if any(step.num_draft_tokens < kind.length for step in made[:drafting]):
             return None
         timing = made[0].timing
         return StepCost(
@@ -130,6 +137,7 @@ class Bench:
             length=kind.length,
             context=self._context,
             sampled=kind.sampled,
+            drafting=kind.drafting,
             target=timing.target,
             drafter=timing.drafter,
             rest=timing.total - timing.target - timing.drafter,
@@ -321,6 +329,8 @@ def _kinds(batches: Sequence[int], longest: int, thorough: bool) -> list[Kind]:
         found += [Kind(requests=b, length=n) for n in lengths]
         if thorough or b in (batches[0], batches[-1]):
             found += [Kind(requests=b, length=n, sampled=True) for n in sampled]
+        if b > 1:
+            found += [Kind(requests=b, length=n, drafting=1) for n in lengths if n in ALONE]
     return found
 
 

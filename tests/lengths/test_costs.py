@@ -52,6 +52,23 @@ def test_who_does_not_draft_costs_the_drafter_nothing_and_the_target_the_padding
     assert all(seconds(TABLE, 4, 0, drafting=m) == 8.0 for m in range(5))
 
 
+def test_a_draft_of_one_request_costs_the_forward_what_was_measured_and_more_of_them_follow_a_line():
+    table = replace(TABLE, rows=(*TABLE.rows, row(4, 4, 9.0, drafting=1)))
+    # A quarter of what four drafts of four add to the forward, and the line on to all of it.
+    own = [seconds(table, 4, 4, drafting=m) - seconds(TABLE, 4, 4, drafting=m) for m in range(5)]
+    assert own == pytest.approx([0.0, -9.0, -6.0, -3.0, 0.0])
+    assert seconds(table, 4, 2, drafting=1) == pytest.approx(seconds(TABLE, 4, 2, drafting=1) - 0.75 * 6.0)
+    # More requests, or fewer, than were measured: the same share.
+    for b in (2, 8):
+        others = seconds(TABLE, b, 4, drafting=1) - table._forwards(b, 4)[4]
+        one = table._forwards(b, 4)[0] + 0.25 * (table._forwards(b, 4)[4] - table._forwards(b, 4)[0])
+        assert seconds(table, b, 4, drafting=1) == pytest.approx(one + others)
+    # No measurement is taken that says that one draft costs more than all, or less than none.
+    for target in (1.0, 99.0):
+        odd = replace(TABLE, rows=(*TABLE.rows, row(4, 4, target, drafting=1)))
+        assert seconds(odd, 4, 4, drafting=1) == pytest.approx(seconds(TABLE, 4, 4, drafting=1) - 12.0 * (target < 6))
+
+
 def test_sampled_steps_have_a_rest_of_their_own_and_share_their_forwards_with_greedy_ones():
     own = [row(1, 0, 5.0, sampled=True, rest=1.7), row(1, 4, 7.0, sampled=True, drafter=3.0, rest=4.0)]
     table = replace(TABLE, rows=(*TABLE.rows, *own))

@@ -157,19 +157,29 @@ def test_a_drafter_that_seldom_finds_a_draft_drafts_for_a_request_alone_and_not_
     assert settled(finding(costs, 0.8, 0.2), running(1))[0] > 4
 
 
-def test_expected_tokens_and_costs_of_a_step_are_those_of_a_simulated_lookup():
-    costs, random, rate, hits = cost(0.02, 0.06), rng(0), 0.7, 0.3
+@pytest.mark.parametrize("alone", [0.0, 0.7, 1.0], ids=["no padding", "some", "padded"])
+def test_expected_tokens_and_costs_of_a_step_are_those_of_a_simulated_lookup(alone):
+    """One draft costs the forward `alone` of what three cost, above a third, and asking costs what it costs."""
+    random, rate, hits, ask = rng(0), 0.8, 0.3, 0.05
+    rows = [StepCost(requests=b, length=n, target=2 + 0.08 * b * n, drafter=ask * b) for b in (1, 3) for n in (0, 4)]
+    rows = [replace(row, drafter=0.0) if row.length == 0 else row for row in rows]
+    one = StepCost(requests=3, length=4, drafting=1, target=2 + 0.96 * (1 + 2 * alone) / 3)
+    table = CostTable(rows=(*rows, one))
+
+    def forward(found: int) -> float:
+        return 2 + (0.96 * (found + (3 - found) * alone) / 3 if found else 0)
+
     drafts = [_Drafts(tokens=[1 + hits * (n - 1) for n in tokens_by_length([rate] * 4)], hits=hits)] * 3
-    steps = CostTable.of_formula(costs).steps(3, sampled=False, context=64, longest=4)
-    missed = [costs(3, 0) + 0.1 * asking for asking in range(4)]
+    steps = table.steps(3, sampled=False, context=64, longest=4)
+    missed = [2 + ask * asking for asking in range(4)]
     plan = _plans(steps, missed, drafts, 0.0, [0.0] * 3)[-1]
-    emitted, spent = 0.0, 0.0
+    emitted, spent, asking = 0.0, 0.0, len(plan.who)
+    assert asking == (1 if alone == 0 else 3)
     for _ in range(20000):
-        found = random.random(3) < hits
+        found = (random.random(3) < hits) & (np.arange(3) < asking)
         emitted += sum(1 + accepted_of(random, rate, 4) for hit in found if hit) + sum(~found)
-        spent += costs(3, 4) if any(found) else missed[3]
-    assert len(plan.who) == 3
-    assert plan.rate == pytest.approx(emitted / 3 / (spent / costs(3, 0)), rel=0.01)
+        spent += forward(sum(found)) + ask * asking
+    assert plan.rate == pytest.approx(emitted / 3 / (spent / 2), rel=0.01)
 
 
 def test_a_drafter_that_may_find_nothing_is_doubted_before_it_was_asked():

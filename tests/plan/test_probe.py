@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.suffix import SuffixDrafter
@@ -39,6 +40,7 @@ def test_every_kind_of_step_is_measured_and_all_slots_are_free_again(drafter):
     kinds = {(row.requests, row.length, row.sampled) for row in found.rows}
     drawn = {(b, n, True) for b in (1, 3) for n in (0, 4)}
     assert kinds == {(b, n, False) for b in (1, 3) for n in (0, 1, 4)} | drawn
+    assert [(row.requests, row.length) for row in found.rows if row.drafting == 1] == [(3, 1), (3, 4)]
     assert found.doubt > 0
     assert found.unsteady >= 0
     assert all(row.target > 0 and row.rest > 0 and row.drafter >= 0 for row in found.rows)
@@ -56,6 +58,23 @@ def test_each_step_of_a_drafter_that_looks_tokens_up_continues_the_periodic_text
     assert len(bench.states[1].tokens) == 34
     for state in bench.states:
         assert state.tokens == [bench.text[i % 16] for i in range(len(state.tokens))]
+    bench.close()
+
+
+def test_one_of_several_requests_drafts(monkeypatch):
+    bench, drafted, step = Bench(parts_of("model"), 32), list[list[int]](), StepDecoding.step
+
+    def stepped(*given, **named):
+        made = step(*given, **named)
+        drafted.append([each.num_draft_tokens for each in made])
+        return made
+
+    monkeypatch.setattr(StepDecoding, "step", stepped)
+    for kind in (Kind(requests=3, length=2, drafting=1), Kind(requests=3, length=2)):
+        cost = bench.step(kind)
+        assert cost is not None
+        assert cost.drafting == kind.drafting
+    assert drafted == [[2, 0, 0], [2, 2, 2]]
     bench.close()
 
 

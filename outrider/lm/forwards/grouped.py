@@ -1,5 +1,5 @@
-"""Attention by torch's kernels without what they can do without: masks of chains, and a copy of the keys and values for
-each head that reads them.
+"""Attention by torch's kernels without what they can do without: masks of chains, a copy of the keys and values for each
+head that reads them, and padding in all that is not attention.
 
 Relied on in transformers (read in 5.17 - 5.23, run in 5.23): an attention layer looks its function up in
 `AttentionInterface` by its config's `_attn_implementation`, at every call; `module.num_key_value_groups` query heads
@@ -27,6 +27,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from outrider.lm.slots.layout import Layout
+
 NAME, LEAN = "outrider_grouped", "outrider_lean"
 FLASH_DIM = 256
 """Largest head that the kernels without masks take on GPUs."""
@@ -35,16 +37,42 @@ FLASH_DIM = 256
 def grouped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
 ) -> tuple[Tensor, None]:
-    """What transformers' `sdpa` computes, without a copy of keys and values where all heads share a mask."""
+    """What transformers' `sdpa` computes, without a copy of keys and values where all heads share a mask.
+
+    Where nodes are `laid_out`, queries and results are those of the nodes, one after another.
+    """
+    layout = getattr(_NODES, "layout", None)
+    if layout is not None:
+        query = layout.rows(query)
+    result = _grouped(module, query, key, value, attention_mask, **named)
+    return result if layout is None else layout.back(result), None
+
+
+_NODES = threading.local()
+
+
+@contextmanager
+def laid_out(layout: Layout) -> Iterator[None]:
+    """In the body, `grouped_attention` reads nodes that stand one after another."""
+    _NODES.layout = layout
+    try:
+        yield
+    finally:
+        _NODES.layout = None
+
+
+def _grouped(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
+) -> Float[Tensor, "rows width heads dim"]:
     groups = getattr(module, "num_key_value_groups", 1)
     shared = attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[1] == 1
     if groups == 1 or attention_mask is None or not shared or named.get("position_bias") is not None:
-        result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **named)
-        return result
+        plain: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **named)[0]
+        return plain
     seen = read_grouped(
         query, key, value, attention_mask, dropout=named.get("dropout", 0.0), scale=named.get("scaling")
     )
-    return seen.transpose(1, 2).clone(memory_format=torch.contiguous_format), None
+    return seen.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def read_grouped(
@@ -146,9 +174,9 @@ AttentionInterface.register(LEAN, lean_attention)
 
 
 def group(model: PreTrainedModel) -> None:
-    """Let a model attend by `grouped_attention`, if it attends by `sdpa`."""
+    """Let a model attend by `grouped_attention`, if it attends by `sdpa` and looks its function up."""
     text = model.config.get_text_config(decoder=True)
-    if text._attn_implementation == "sdpa":
+    if text._attn_implementation == "sdpa" and model._supports_attention_backend:
         text._attn_implementation = NAME
 
 

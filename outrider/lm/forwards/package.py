@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.lm.fingerprint import shape_of, weights_of
-from outrider.lm.forwards.grouped import group
+from outrider.lm.forwards.grouped import group, laid_out
 from outrider.lm.forwards.libraries import MANY, Library
 from outrider.lm.forwards.merged import merge
 from outrider.lm.forwards.runner import Runner
@@ -19,12 +20,15 @@ from outrider.lm.forwards.twin import twin
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.taps import attach
 from outrider.lm.slots.batch import upload
+from outrider.lm.slots.layout import Layout, Order
 from outrider.lm.slots.masks import MaskBuilder
 from outrider.lm.slots.slotted import Inputs, Outputs
 from outrider.lm.slots.window import Window
 
 ROWS, WIDTH, VIEW, CAPACITY = 3, 5, 192, 256
 """Sizes of the forward that the graph is made from."""
+COUNTS = (5, 2, 4)
+"""Nodes of its rows, where they are not padded."""
 GATHERED = 16
 """Most tokens of a forward that copies the weights of each token's experts."""
 log = logging.getLogger("outrider")
@@ -76,33 +80,48 @@ class Package(Library):
         return GATHERED if self.model._can_set_experts_implementation() else None
 
     @property
+    def unpadded(self) -> bool:
+        """Whether the forward computes for nodes alone what is not attention: it can where attention is a function that
+        the model looks up.
+        """
+        return Anatomy.of(self.model).attention == "sdpa" and self.model._supports_attention_backend
+
+    @property
     def choices(self) -> Mapping[str, Any]:
-        return {"taps": self.taps, "entries": sorted(self.entries.items()), "spans": repr(self.builder.spans)}
+        entries, spans = sorted(self.entries.items()), repr(self.builder.spans)
+        return {"taps": self.taps, "entries": entries, "spans": spans, "unpadded": self.unpadded}
 
     def traced(self) -> tuple[nn.Module, tuple[Any, ...], tuple[Any, ...]]:
         from torch.export import Dim
 
-        rows, width, columns, view, capacity = (
-            Dim(name, min=1, max=MANY) for name in ("rows", "width", "columns", "view", "capacity")
+        rows, width, count, columns, view, capacity = (
+            Dim(name, min=1, max=MANY) for name in ("rows", "width", "count", "columns", "view", "capacity")
         )
         positions = torch.arange(WIDTH).expand(ROWS, -1).contiguous()
         masks = flat(self.builder.masks(None, positions, VIEW))
         storages = [s.new_zeros(ROWS, CAPACITY, *s.shape[2:]) for s in self.storages]
-        nodes = {0: rows, 1: width}
+        nodes, laid, laid_sizes = positions, [], []
+        if self.unpadded:
+            order = Order.of(np.array(COUNTS), range(ROWS), WIDTH)
+            laid, laid_sizes = upload([order.nodes, order.places], positions.device), [{0: rows, 1: width}, {0: count}]
+            nodes = positions.reshape(1, -1)[:, laid[1]]
+        node_sizes = {1: count} if self.unpadded else {0: rows, 1: width}
         inputs = (
             # Three tensors: the exporter would take one tensor for one input.
-            positions,
-            positions.clone(),
-            positions.clone(),
+            nodes,
+            nodes.clone(),
+            nodes.clone(),
             torch.arange(WIDTH - 1),
+            laid,
             masks,
             storages,
         )
         sizes = (
-            nodes,
-            nodes,
-            nodes,
+            node_sizes,
+            node_sizes,
+            node_sizes,
             {0: columns},
+            laid_sizes,
             [{0: rows, 2: width, 3: view}] * len(masks),
             [{0: rows, 1: capacity}] * len(storages),
         )
@@ -123,29 +142,45 @@ class PackagedForward:
 
     def __init__(self, package: Package) -> None:
         self.num_forwards = 0
-        self._package = package
+        self._package, self._unpadded = package, package.unpadded
+        self._numbers = torch.arange(64)
         self._runners: dict[tuple[int, ...], Runner | None] = {}
 
+    @property
+    def unpadded(self) -> bool:
+        """Whether forwards without padding are computed."""
+        return self._unpadded
+
     def __call__(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
-        batch, wanted = inputs.batch, tuple(dict.fromkeys(taps))
-        device = inputs.positions.device
+        wanted, device, shape = tuple(dict.fromkeys(taps)), inputs.positions.device, inputs.positions.shape
         # The output layer computes one column at least.
         columns = inputs.columns if len(inputs.columns) else np.zeros(1, dtype=np.int64)
         runner = self._runners[wanted]
         if runner is None:
             raise RuntimeError(f"there is no library of taps {list(wanted)}; ask `has` before")
+        nodes = [inputs.batch.tokens(device).contiguous(), inputs.positions, inputs.window.places.view(shape)]
+        chosen, laid = columns, list[Tensor]()
+        if self._unpadded:
+            layout = inputs.layout or Layout.full(self._numbered(shape.numel()), *shape)
+            laid = [layout.nodes, layout.places]
+            if inputs.layout is None:
+                nodes = [each.reshape(1, -1) for each in nodes]
+                chosen = (shape[1] * np.arange(shape[0])[:, None] + columns).ravel()
         logits, *seen = runner.run(
-            [
-                batch.tokens(device).contiguous(),
-                inputs.positions,
-                inputs.window.places.view(inputs.positions.shape),
-                *upload([columns], device),
-                *flat(inputs.masks),
-                *inputs.window.storages,
-            ]
+            [*nodes, *upload([chosen], device), *laid, *flat(inputs.masks), *inputs.window.storages]
         )
         self.num_forwards += 1
-        return Outputs(logits=logits, columns=columns, taps=dict(zip(wanted, seen, strict=True)))
+        return Outputs(
+            logits=logits.view(shape[0], len(columns), -1),
+            columns=columns,
+            taps={tap: states.view(*shape, -1) for tap, states in zip(wanted, seen, strict=True)},
+        )
+
+    def _numbered(self, count: int) -> Tensor:
+        """The numbers below `count`, a view of what is kept."""
+        if len(self._numbers) < count:
+            self._numbers = torch.arange(2 * count)
+        return self._numbers[:count]
 
     def has(self, taps: Sequence[int]) -> bool:
         """Whether there is a library of these taps, which is then open. The log says once that there is none."""
@@ -190,19 +225,21 @@ class _Traced(nn.Module):
         positions: Tensor,
         places: Tensor,
         columns: Tensor,
+        laid: Sequence[Tensor],
         masks: Sequence[Tensor],
         storages: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
         package = self._package
         window = Window(package.entries, storages, places.reshape(-1), masks[0].shape[-1])
-        logits = self.model(
-            input_ids=tokens,
-            attention_mask=_shaped(package.builder.spans, masks),
-            position_ids=positions,
-            past_key_values=window,
-            use_cache=True,
-            logits_to_keep=columns,
-        ).logits
+        with laid_out(Layout(nodes=laid[0], places=laid[1])) if laid else nullcontext():
+            logits = self.model(
+                input_ids=tokens,
+                attention_mask=_shaped(package.builder.spans, masks),
+                position_ids=positions,
+                past_key_values=window,
+                use_cache=True,
+                logits_to_keep=columns,
+            ).logits
         return logits, *map(self._seen, package.taps)
 
 

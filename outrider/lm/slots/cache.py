@@ -401,7 +401,7 @@ class SlotCache:
         """How many rows, from the first on, a replayed forward over these rows has."""
         return min(bucket_rows(max(rows) + 1), self.num_rows)
 
-    def window(self, slots: Sequence[int], places: Int[Tensor, "slots width"], view: int) -> Window:
+    def window(self, slots: Sequence[int], places: Int[Tensor, "..."], view: int) -> Window:
         """What the next forward reads and extends; valid until the next call of any method.
 
         Args:

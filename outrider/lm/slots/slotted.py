@@ -15,6 +15,7 @@ from outrider.lm.slots.batch import Batch, OneEach, Padded, padded_width, upload
 from outrider.lm.slots.buckets import bucket_width
 from outrider.lm.slots.cache import SlotCache
 from outrider.lm.slots.chain import Drawn, Links, Noise
+from outrider.lm.slots.layout import Layout, Order
 from outrider.lm.slots.masks import MaskBuilder, look
 from outrider.lm.slots.slots import Content, Pending, Slot, Slots, SlotTable
 from outrider.lm.slots.split import ForwardPrice, in_order, rows_apart
@@ -34,6 +35,8 @@ class Inputs:
         causal: Whether the nodes are the last ones of what is read, so that layers that see all before need no mask.
         rows: The row of the cache of each row, where the forward may be replayed.
         places: Where the new nodes go, counted from the begin of the cache; None: the forward is not to be replayed.
+        layout: Where the nodes of a forward without padding stand in the rows of the masks. Such a forward has one row,
+            and its columns are the nodes of all slots. None: the nodes are padded.
     """
 
     batch: Batch | OneEach | Padded
@@ -44,6 +47,7 @@ class Inputs:
     causal: bool = False
     rows: Sequence[int] = ()
     places: Int[Tensor, "rows width"] | None = None
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +166,8 @@ class SlottedLM(OverSlots[Slot]):
     """Slots, batches and masks around one forward, which a subclass computes.
 
     Every node's logits are those of a plain causal run over its slot's committed tokens and its own root path, up to
-    rounding. Rows of one forward may be ragged: all are padded to the longest, and long ones to one of few sizes. All
-    methods run in inference mode.
+    rounding. Rows of one forward may be ragged: all are padded to the longest, and long ones to one of few sizes, unless
+    the forward can do without padding. All methods run in inference mode.
 
     Attributes:
         vocab_size: Width of the logits.
@@ -259,6 +263,8 @@ class SlottedLM(OverSlots[Slot]):
 
     def _run(self, batch: Batch, grown: Mapping[int, Pending], taps: Sequence[int]) -> Extension:
         """One forward over a batch; `grown` is what will be pending."""
+        if self._runs_unpadded(batch, taps):
+            return self._run_unpadded(batch, grown, taps)
         outputs = self._forward(self._inputs(batch, grown), taps)
         self.num_forwards += 1
         logits = outputs.logits[..., : self.vocab_size]
@@ -268,12 +274,59 @@ class SlottedLM(OverSlots[Slot]):
             features=None if outputs.features is None else batch.all_nodes(outputs.features),
         )
 
+    def _runs_unpadded(self, batch: Batch, taps: Sequence[int]) -> bool:
+        """Whether a forward over such a batch is computed for its nodes alone, and not for padding."""
+        return False
+
+    def _run_unpadded(self, batch: Batch, grown: Mapping[int, Pending], taps: Sequence[int]) -> Extension:
+        """One forward without padding. Its nodes stand in the caller's order of segments."""
+        count, wanted = int(batch.counts.sum()), sum(s.num_wanted for s in batch.segments)
+        outputs = self._forward(self._unpadded_inputs(batch, grown), taps)
+        self.num_forwards += 1
+        return Extension(
+            logits=outputs.logits[0, :wanted, : self.vocab_size],
+            taps={tap: states[0, :count] for tap, states in outputs.taps.items()},
+        )
+
+    def _unpadded_inputs(self, batch: Batch, grown: Mapping[int, Pending]) -> Inputs:
+        """The inputs of a forward without padding. As many nodes more as make up one of few sizes repeat the last."""
+        slots, cache = batch.slots, self.cache
+        used = [self._slots[s].length + len(grown[s]) for s in slots]
+        lengths, pendings = [self._slots[s].length for s in slots], [grown[s] for s in slots]
+        sight = look(lengths, pendings, batch.counts, batch.width, [s.sees for s in batch.segments])
+        written = cache.places(slots, used, batch.counts, batch.width)
+        order = Order.of(batch.counts, batch.order, batch.width)
+        count = len(order.places)
+        more = np.full(self._width(count) - count, order.places[-1])
+        places = np.concatenate([order.places, more])
+        where = written.ravel()[places]
+        where[count:] = cache.row(slots[0]) * cache.capacity + cache.capacity - 1
+        by_caller = [batch.segments[row] for row in batch.order]
+        tokens = torch.cat([segment.tokens.to(self.device, torch.long) for segment in by_caller])
+        columns = np.concatenate(
+            [start + np.array(s.wanted, dtype=np.int64) for start, s in zip(order.first, by_caller, strict=True)]
+        )
+        positions = sight.positions
+        seen_from, nodes, at, where_at, own = upload(
+            [positions, order.nodes, places, where, positions.ravel()[places]], self.device
+        )
+        view = cache.view(max(used))
+        return Inputs(
+            batch=Padded(ids=torch.cat([tokens, tokens[-1:].expand(len(more))])[None], vectors=None),
+            positions=own[None],
+            masks=self._builder.masks(sight, seen_from, view),
+            window=cache.window(slots, where_at, view),
+            columns=np.concatenate([columns, np.zeros(max(0, self.pad_to - len(columns)), dtype=np.int64)]),
+            layout=Layout(nodes=nodes, places=at),
+        )
+
     @torch.inference_mode()
     def repeated(self, segments: Sequence[Segment]) -> Callable[[], Outputs]:
         """The forward that `extend` would make over these segments, to be made again and again; the slots stay as they
         are. For measurements.
         """
-        inputs = self._inputs(self._batch(segments), self._slots.grown(segments))
+        batch, grown = self._batch(segments), self._slots.grown(segments)
+        inputs = self._unpadded_inputs(batch, grown) if self._runs_unpadded(batch, ()) else self._inputs(batch, grown)
         return torch.inference_mode()(lambda: self._forward(inputs, ()))
 
     def _batch(self, given: Sequence[Segment]) -> Batch:
