@@ -11,7 +11,7 @@ from outrider.host import remembered
 from outrider.host.remembered import machine, shapes
 from outrider.lengths.costs import CostTable
 from outrider.lengths.experience import Experience
-from outrider.plan.probe import measure
+from outrider.plan.probe import ALONE, measure
 
 RECORD = "costs"
 """The kind of record that keeps costs between processes."""
@@ -99,5 +99,6 @@ def key_of(parts: Parts) -> Mapping[str, Any]:
 
 
 def _key_of_table(parts: Parts, max_requests: int) -> Mapping[str, Any]:
-    """Under which costs of steps of up to so many requests are kept."""
-    return {**key_of(parts), "requests": MANY} if max_requests > FEW else key_of(parts)
+    """Under which costs of steps of up to so many requests are kept. Tables of other kinds of steps are not read."""
+    own = {**key_of(parts), "alone": list(ALONE)}
+    return {**own, "requests": MANY} if max_requests > FEW else own
