@@ -27,6 +27,9 @@ MARGIN, CERTAIN, NEAR = 0.07, 1.645, 0.99
 """How much faster than a plain step drafts must seem at least, because costs are off by a few percent; at least so many
 standard errors of the costs, which holds with a probability of 95 %; and the share of the best rate at which a shorter
 draft is as good."""
+KEEP = 0.4
+"""The share of that margin by which drafts that are being made must seem faster, so that they do not begin and end all
+the time."""
 AHEAD = 0.5
 """As how much of what a request may still emit its output is taken to go on."""
 ALLOWANCE, LEAST_REST = 0.005, 16
@@ -48,7 +51,7 @@ class GoodputLength:
     model does not read along.
 
     The choice reads no clock. A gain is one of more than seven percent, and of more than 1.645 standard errors of the
-    table's costs. What a drafter must read before a request's first draft is part of the costs. Drafts begin when they
+    table's costs; once requests draft, 0.4 times as much is enough to go on. What a drafter must read before a request's first draft is part of the costs. Drafts begin when they
     are likely to gain (a probability above 0.4). They stop when that is unlikely (below 0.2 six times in a row).
     Meanwhile a draft of one token now and then, for half a percent of the time, tells whether acceptance has changed.
     Lengths are chosen before drafting, from earlier steps. So the law is kept.
@@ -110,7 +113,7 @@ class GoodputLength:
             for i in seeded:
                 lengths[i] = min(rooms[i], self.fallback)
         elif seeded:
-            prior, late = prior_rates(self.most), [_late(states[i], costs) for i in seeded]
+            prior, late = prior_rates(self.most), [_late(states[i], costs, len(states)) for i in seeded]
             likeliest, likely = (
                 [self._drafts(states[i], prior, _usual(states[i]), WIDE_VARIANCE, rooms[i], above) for i in seeded]
                 for above in (0.0, GRACE)
@@ -146,7 +149,8 @@ class GoodputLength:
         for i in indices:
             own = experience.pooled(states[i].request)
             drafts.append(self._drafts(states[i], rates[id(own)], own.hits.rate(_usual(states[i])), VARIANCE, rooms[i]))
-        plans = _plans(steps, missed, drafts, margin_of(costs), [_late(states[i], costs) for i in indices])
+        margin = margin_of(costs) * (1.0 if habit.resting else KEEP)
+        plans = _plans(steps, missed, drafts, margin, [_late(states[i], costs, num_requests) for i in indices])
         plan = _best(plans)
         if not habit.resting and len(habit.ids) == num_requests and 0 < habit.length <= self.most:
             old = plans[habit.length - 1]
@@ -235,8 +239,10 @@ def _plans(
     """
     count, share = len(drafts), (len(steps) - 1) / len(drafts)
     plain, plans = steps[0][0], []
+    # What a token of a request is worth, if its drafter has to read first: in the time for that, others are emitted.
+    worth = [1 - seconds * count / plain for seconds in late]
     for length in range(1, len(drafts[0].tokens)):
-        order = sorted(range(count), key=lambda r: -drafts[r].tokens[length]) if count > 1 else [0]
+        order = sorted(range(count), key=lambda r: -worth[r] * drafts[r].tokens[length]) if count > 1 else [0]
         emitted, reading, none, hits, best = float(count), 0.0, 1.0, 0.0, (0.0, 0, 0.0)
         for drafting, r in enumerate(order, 1):
             own = drafts[r]
@@ -290,12 +296,17 @@ def _let_draft(lengths: list[int], who: Sequence[int], rooms: Sequence[int], len
         lengths[i] = min(rooms[i], length)
 
 
-def _late(state: Running, costs: CostTable) -> float:
-    """Seconds for each token that a request goes on, for what its drafter has to read before the first draft."""
+def _late(state: Running, costs: CostTable, num_requests: int) -> float:
+    """Seconds for each token that a request goes on, for what its drafter has to read before the first draft.
+
+    In a step of many requests the next ones will find the drafter at work. So the tokens over which this is spread are
+    not those of the rest of this one alone, but, in a step of b requests, at least 1 - 1/b of all that it may emit.
+    """
     if _own(state.length_state).tested:
         return 0.0
-    emitted = len(state.tokens) - len(state.request.prompt)
-    return costs.catch_up * len(state.tokens) / max(1.0, AHEAD * (state.request.max_new_tokens - emitted))
+    most = state.request.max_new_tokens
+    left = most - (len(state.tokens) - len(state.request.prompt))
+    return costs.catch_up * len(state.tokens) / max(1.0, AHEAD * max(left, most * (1 - 1 / num_requests)))
 
 
 def _rest(steps: Steps, costs: CostTable, num_requests: int, context: int) -> float:

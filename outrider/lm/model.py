@@ -42,6 +42,9 @@ from outrider.lm.slots.split import ForwardPrice
 _TOLERANCE, _ROUGHLY = 1e-2, 0.1
 LEAST_MASKLESS = 33
 """Fewest columns of a forward without masks on a CPU. Drafts are narrower and round as single tokens do."""
+FULL = 7 / 8
+"""Largest share of nodes in a padded batch whose padding is left out. To lay nodes out takes about as long as a few of
+them."""
 LEAST_CONTEXT = 3
 """Tokens of the longest path on which a model's masks are tried."""
 
@@ -304,7 +307,7 @@ class LanguageModel(SlottedLM):
 
     def _runs_unpadded(self, batch: Batch, taps: Sequence[int]) -> bool:
         count = self._width(int(batch.counts.sum()))
-        if count >= len(batch.segments) * batch.width:
+        if count > FULL * len(batch.segments) * batch.width:
             return False
         runs = self._runs(count)
         return isinstance(runs, PackagedForward) and runs.unpadded and runs.has(taps)
