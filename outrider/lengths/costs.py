@@ -238,7 +238,11 @@ class CostTable:
 
     def _of(self, row: StepCost, part: str) -> float:
         """A part of a row; the target's from all rows of such steps, because each has errors of its own."""
-        return self._targets[row.requests, row.length, row.context, row.drafting] if part == "target" else float(getattr(row, part))
+        return (
+            self._targets[row.requests, row.length, row.context, row.drafting]
+            if part == "target"
+            else float(getattr(row, part))
+        )
 
     @functools.cached_property
     def _targets(self) -> dict[tuple[int, int, int, int | None], float]:
@@ -253,7 +257,11 @@ class CostTable:
     ) -> tuple[Float[np.ndarray, " lengths"], Float[np.ndarray, " lengths"], int]:
         """What a further token of each request's context adds per request, to target and drafter, and from where on."""
         first = min(row.context for row in self.rows)
-        near = {(row.requests, row.length): row for row in self.rows if row.context == first and not row.sampled and row.drafting is None}
+        near = {
+            (row.requests, row.length): row
+            for row in self.rows
+            if row.context == first and not row.sampled and row.drafting is None
+        }
         far: dict[int, list[StepCost]] = {}
         for row in sorted(self.rows, key=lambda row: (row.requests, row.length)):
             if row.context > first and not row.sampled and (row.requests, row.length) in near:

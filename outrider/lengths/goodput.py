@@ -51,10 +51,11 @@ class GoodputLength:
     model does not read along.
 
     The choice reads no clock. A gain is one of more than seven percent, and of more than 1.645 standard errors of the
-    table's costs; once requests draft, 0.4 times as much is enough to go on. What a drafter must read before a request's first draft is part of the costs. Drafts begin when they
-    are likely to gain (a probability above 0.4). They stop when that is unlikely (below 0.2 six times in a row).
-    Meanwhile a draft of one token now and then, for half a percent of the time, tells whether acceptance has changed.
-    Lengths are chosen before drafting, from earlier steps. So the law is kept.
+    table's costs; once requests draft, 0.4 times as much is enough to go on. What a drafter must read before a
+    request's first draft is part of the costs. Drafts begin when they are likely to gain (a probability above 0.4).
+    They stop when that is unlikely (below 0.2 six times in a row). Meanwhile a draft of one token now and then, for
+    half a percent of the time, tells whether acceptance has changed. Lengths are chosen before drafting, from earlier
+    steps. So the law is kept.
 
     A request that comes with a seed and a temperature above 0 repeats its text. Its length depends on the kept costs,
     the number of requests in the step, its own acceptance from a fixed prior, and that of other requests with a seed.

@@ -1,5 +1,5 @@
-"""Attention by torch's kernels without what they can do without: masks of chains, a copy of the keys and values for each
-head that reads them, and padding in all that is not attention.
+"""Attention by torch's kernels without what they can do without: masks of chains, a copy of the keys and values for
+each head that reads them, and padding in all that is not attention.
 
 Relied on in transformers (read in 5.17 - 5.23, run in 5.23): an attention layer looks its function up in
 `AttentionInterface` by its config's `_attn_implementation`, at every call; `module.num_key_value_groups` query heads

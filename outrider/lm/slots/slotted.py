@@ -166,8 +166,8 @@ class SlottedLM(OverSlots[Slot]):
     """Slots, batches and masks around one forward, which a subclass computes.
 
     Every node's logits are those of a plain causal run over its slot's committed tokens and its own root path, up to
-    rounding. Rows of one forward may be ragged: all are padded to the longest, and long ones to one of few sizes, unless
-    the forward can do without padding. All methods run in inference mode.
+    rounding. Rows of one forward may be ragged. All are padded to the longest, and long ones to one of few sizes,
+    unless the forward can do without. All methods run in inference mode.
 
     Attributes:
         vocab_size: Width of the logits.
