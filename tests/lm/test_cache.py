@@ -149,13 +149,32 @@ def test_all_storage_is_taken_at_once_if_that_is_a_small_share_of_free_memory() 
     assert cache.generation == 2
 
 
+def test_a_long_prompt_gets_an_eighth_more_than_it_needs_and_what_follows_doubles() -> None:
+    cache = SlotCache(LAYERS, max_slots=1, max_context=10_000, device=torch.device("cpu"))
+    cache.open(0)
+    found = []
+    for used in (200, 256, 300, 1024, 1215, 1216, 5000, 9999):
+        write(cache, {0: used}, [1], 1)
+        found.append((used, cache.capacity))
+    assert found == [
+        (200, 256),
+        (256, 512),
+        (300, 512),
+        (1024, 1216),
+        (1215, 1216),
+        (1216, 2432),
+        (5000, 5632),
+        (9999, 10_048),
+    ]
+
+
 def test_rows_and_places_change_with_need_where_memory_is_short_and_contents_stay() -> None:
     position = 4 * 2 * (3 * 3 + 5)
     cache = SlotCache(LAYERS, max_slots=4, max_context=2000, device=torch.device("cpu"), most_bytes=position * 64 * 40)
     cache.open(0)
     write(cache, {0: 1500}, [1], 1)
     write(cache, {0: 1501}, [1], 1)
-    assert (cache.num_rows, cache.capacity) == (1, 2048)
+    assert (cache.num_rows, cache.capacity) == (1, 1728)
     assert cache.holds(1, 2000)
     assert cache.holds(2, 1279)
     assert not cache.holds(2, 1280)

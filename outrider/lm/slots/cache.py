@@ -138,8 +138,8 @@ class SlotCache:
 
     A slot lies in a row. The rows in use are always the first ones: releasing a slot moves the last row into the hole.
     So a forward over all slots reads one contiguous view and copies nothing. The last place of each row belongs to no
-    slot; padding is written there. Storage begins with few rows and doubles when it must. Where doubled storage would
-    pass `most_bytes`, it gets as many rows as are in use, each as long as memory allows. Changes in place.
+    slot; padding is written there. Storage begins with few rows and doubles when it must; for a long prompt it gets
+    what that needs. Where such storage would pass `most_bytes`, it gets as many rows as are in use, each as long as memory allows. Changes in place.
 
     Attributes:
         num_bytes: Memory held.
@@ -343,8 +343,10 @@ class SlotCache:
         rows, capacity = self.num_rows, self.capacity
         while rows < len(self._row_of):
             rows = min(2 * rows, max(rows, self._max_slots))
-        while capacity <= used:
-            capacity = min(2 * capacity, self._max_capacity)
+        if capacity <= used:
+            # A long prompt gets what it needs and an eighth for its output: doubling could take twice as much.
+            enough = _round_up(used + used // 8 + 1)
+            capacity = min(max(2 * capacity, enough), self._max_capacity)
         if self._most_bytes is not None and rows * capacity * self.position_bytes > self._most_bytes:
             rows = max(len(self._row_of), self._least_rows)
             capacity = min(self._fitting(rows), self._max_capacity)
