@@ -48,6 +48,8 @@ State = Literal["ready", "draining", "stalled", "engine_dead"]
 LEARNS = "the drafter of this server learns from its requests, so nobody else replaces it"
 LOOK = 0.02
 """Seconds between two looks at whether all jobs have ended."""
+SHORT = 2000
+"""Most characters of a text that is encoded on the event loop. It takes less time than to wake another thread."""
 
 
 class Service:
@@ -224,6 +226,8 @@ class Service:
         Args:
             special: Whether the tokenizer adds its special tokens.
         """
+        if len(text) <= SHORT:
+            return encode_text(text, self.tokenizer, special=special)
         return await self._in(self._encoders, partial(encode_text, text, self.tokenizer, special=special))
 
     async def encode_chat(

@@ -139,7 +139,8 @@ class SlotCache:
     A slot lies in a row. The rows in use are always the first ones: releasing a slot moves the last row into the hole.
     So a forward over all slots reads one contiguous view and copies nothing. The last place of each row belongs to no
     slot; padding is written there. Storage begins with few rows and doubles when it must; for a long prompt it gets
-    what that needs. Where such storage would pass `most_bytes`, it gets as many rows as are in use, each as long as memory allows. Changes in place.
+    what that needs, and an eighth. Where such storage would pass `most_bytes`, it gets as many rows as are in use, each
+    as long as memory allows. Changes in place.
 
     Attributes:
         num_bytes: Memory held.
