@@ -15,6 +15,7 @@ from outrider.lm.hf import alibi
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.layout import Layout, Order
+from recipes.tiny import Float64, tiny_config, tiny_model
 from tests.world.zoo import ARCHITECTURES, VOCAB, attention_of, tiny
 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2], [6, 5], [(7 * k + 3) % VOCAB for k in range(20)])
@@ -96,6 +97,15 @@ def test_nodes_alone_say_what_padded_rows_say(name: str, opened: list[Uncompiled
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
     looked_up = name not in OWN_ATTENTION and attention_of(name) == "sdpa"
     assert opened[-1].sizes[-4:] == ([9, 9, 6, 9] if looked_up else [15, 15, 10, 15])
+
+
+def test_a_model_that_changes_its_masks_keeps_padded_rows(opened: list[Uncompiled]) -> None:
+    with Float64():
+        model = tiny_model(tiny_config("doge"))
+        plain, compiled = LanguageModel(model, max_slots=4), LanguageModel(model, max_slots=4, forward="compiled")
+        for one, other in zip(said(plain, ()), said(compiled, ()), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    assert opened[-1].sizes[-4:] == [15, 15, 10, 15]
 
 
 def test_padding_makes_few_sizes_and_its_results_are_left_out(opened: list[Uncompiled]) -> None:

@@ -29,6 +29,8 @@ ROWS, WIDTH, VIEW, CAPACITY = 3, 5, 192, 256
 """Sizes of the forward that the graph is made from."""
 COUNTS = (5, 2, 4)
 """Nodes of its rows, where they are not padded."""
+OWN_MASKS = frozenset({"doge"})
+"""Models whose layers change the mask by the values of their keys."""
 GATHERED = 16
 """Most tokens of a forward that copies the weights of each token's experts."""
 log = logging.getLogger("outrider")
@@ -82,9 +84,10 @@ class Package(Library):
     @property
     def unpadded(self) -> bool:
         """Whether the forward computes for nodes alone what is not attention: it can where attention is a function that
-        the model looks up.
+        the model looks up, and has the mask that it is given.
         """
-        return Anatomy.of(self.model).attention == "sdpa" and self.model._supports_attention_backend
+        looked_up = Anatomy.of(self.model).attention == "sdpa" and self.model._supports_attention_backend
+        return looked_up and self.model.config.model_type not in OWN_MASKS
 
     @property
     def choices(self) -> Mapping[str, Any]:
