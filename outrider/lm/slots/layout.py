@@ -18,6 +18,7 @@ class Layout:
         places: The place of each node, counted row after row.
 
     Example:
+        >>> import torch
         >>> layout = Layout(nodes=torch.tensor([[0, 1], [2, 2]]), places=torch.tensor([0, 1, 2]))
         >>> layout.rows(torch.tensor([[[[5.0], [6.0], [7.0]]]]))[:, 0, :, 0]
         tensor([[5., 6.],

@@ -263,7 +263,7 @@ class SlottedLM(OverSlots[Slot]):
 
     def _run(self, batch: Batch, grown: Mapping[int, Pending], taps: Sequence[int]) -> Extension:
         """One forward over a batch; `grown` is what will be pending."""
-        if self._runs_unpadded(batch, taps):
+        if len(batch.segments) > 1 and self._runs_unpadded(batch, taps):
             return self._run_unpadded(batch, grown, taps)
         outputs = self._forward(self._inputs(batch, grown), taps)
         self.num_forwards += 1
