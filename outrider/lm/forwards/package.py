@@ -138,6 +138,7 @@ class PackagedForward:
 
     Attributes:
         num_forwards: Forwards made so far.
+        unpadded: Whether forwards without padding are computed.
 
     Args:
         package: The model's package without taps. Its weights must not change afterwards.
@@ -145,14 +146,9 @@ class PackagedForward:
 
     def __init__(self, package: Package) -> None:
         self.num_forwards = 0
-        self._package, self._unpadded = package, package.unpadded
+        self._package, self.unpadded = package, package.unpadded
         self._numbers = torch.arange(64)
         self._runners: dict[tuple[int, ...], Runner | None] = {}
-
-    @property
-    def unpadded(self) -> bool:
-        """Whether forwards without padding are computed."""
-        return self._unpadded
 
     def __call__(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
         wanted, device, shape = tuple(dict.fromkeys(taps)), inputs.positions.device, inputs.positions.shape
@@ -163,7 +159,7 @@ class PackagedForward:
             raise RuntimeError(f"there is no library of taps {list(wanted)}; ask `has` before")
         nodes = [inputs.batch.tokens(device).contiguous(), inputs.positions, inputs.window.places.view(shape)]
         chosen, laid = columns, list[Tensor]()
-        if self._unpadded:
+        if self.unpadded:
             layout = inputs.layout or Layout.full(self._numbered(shape.numel()), *shape)
             laid = [layout.nodes, layout.places]
             if inputs.layout is None:

@@ -102,7 +102,7 @@ def _attending(anatomy: Anatomy) -> list[Capability]:
     return [
         Capability(feature="chains", supported=True, reason="a draft is verified in one forward"),
         Capability(feature="branching trees", supported=True, reason=trees),
-        Capability(feature="ragged batches", supported=True, reason="one forward for all requests, padded"),
+        Capability(feature="ragged batches", supported=True, reason="one forward for all requests"),
         Capability(
             feature="prefix reuse", supported=True, reason="the longest common beginning with the last text is kept"
         ),
