@@ -16,7 +16,8 @@ HALF_LIFE = 500.0
 OWN_DECAY = 0.99
 """Weight of a request's earlier steps, per step, whether it drafted or not."""
 VARIANCE, WIDE_VARIANCE = 0.3, 1.5
-"""Variance of the logit of acceptance: between requests of the same texts, and around the prior."""
+"""Variance of the logit of acceptance: between requests of the same texts, and around the prior. The latter holds the
+former, so that what all requests have in common varies by the difference."""
 NEWTON_STEPS, LONGEST_STEP = 4, 2.0
 """Iterations that find how far to move logits, and how far one of them may."""
 
@@ -152,6 +153,41 @@ def prior_rates(longest: int) -> list[float]:
     return [1 / (1 + math.exp(-first - RISE * math.log(depth))) for depth in range(1, longest + 1)]
 
 
+def rates_by_others(owns: Sequence[OwnAcceptance], longest: int) -> list[tuple[list[float], float]]:
+    r"""What is expected of each of some requests before its own drafts count, from those of the others.
+
+    The logits of a request are those of the prior, moved by what all requests have in common and by what it has of its
+    own. Both are normal.
+
+    Args:
+        owns: The acceptance of each request so far.
+        longest: The depth up to which rates are wanted.
+
+    Returns:
+        For each request its acceptance by depth, and the variance of the logit around it: that of its own part, and
+        what the others leave open of the common one.
+
+    Example:
+        >>> good = OwnAcceptance(tested=(40.0,), accepted=(36.0,))
+        >>> _, (rates, variance) = rates_by_others([good, OwnAcceptance()], 1)
+        >>> round(rates[0], 2), round(variance, 2)
+        (0.87, 0.49)
+    """
+    prior = prior_rates(longest)
+    if len(owns) == 1:
+        return [(prior, WIDE_VARIANCE)]
+    nothing, found = [0.0] * longest, []
+    counts = [[*own.tested, *nothing][:longest] for own in owns], [[*own.accepted, *nothing][:longest] for own in owns]
+    sums = [[sum(at_depth) for at_depth in zip(*each, strict=True)] for each in counts]
+    for own in zip(*counts, strict=True):
+        tested, accepted = (
+            [whole - part for whole, part in zip(*pair, strict=True)] for pair in zip(sums, own, strict=True)
+        )
+        rates, left = _moved_and_left(prior, tested, accepted, WIDE_VARIANCE - VARIANCE)
+        found.append((rates, VARIANCE + left))
+    return found
+
+
 def tokens_by_length(rates: Sequence[float]) -> list[float]:
     r"""Expected tokens of a step with a draft of n = 0, 1, ... tokens: $1 + \sum_{j \le n} \prod_{i \le j} a_i$.
 
@@ -173,11 +209,22 @@ def _moved(
     variance: float,
     above: float = 0.0,
 ) -> list[float]:
-    """Rates whose logits are all moved by the likeliest number, which is around 0 with this variance at first; or by so
-    many of its standard deviations more.
+    """Rates whose logits are all moved by the likeliest number; or by so many of its standard deviations more."""
+    return _moved_and_left(rates, tested, accepted, variance, above)[0]
+
+
+def _moved_and_left(
+    rates: Sequence[float],
+    tested: Sequence[float],
+    accepted: Sequence[float],
+    variance: float,
+    above: float = 0.0,
+) -> tuple[list[float], float]:
+    """Rates whose logits are all moved by the likeliest number, which is around 0 with this variance at first, or by so
+    many of its standard deviations more; and the variance that the counts leave.
     """
-    if not tested:
-        return list(rates)
+    if not tested and not above:
+        return list(rates), variance
     logits = [math.log(rate / (1 - rate)) for rate in (min(max(p, 1e-4), 1 - 1e-4) for p in rates)]
     own = 0.0
     for _ in range(NEWTON_STEPS):
@@ -188,4 +235,4 @@ def _moved(
             curvature += count * rate * (1 - rate)
         own += min(max(slope / curvature, -LONGEST_STEP), LONGEST_STEP)
     own += above / math.sqrt(curvature)
-    return [1 / (1 + math.exp(-logit - own)) for logit in logits]
+    return [1 / (1 + math.exp(-logit - own)) for logit in logits], 1 / curvature

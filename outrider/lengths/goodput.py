@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from outrider.core.types import InputError, Running, Step
-from outrider.lengths.acceptance import VARIANCE, WIDE_VARIANCE, OwnAcceptance, prior_rates, tokens_by_length
+from outrider.lengths.acceptance import VARIANCE, OwnAcceptance, rates_by_others, tokens_by_length
 from outrider.lengths.costs import CostTable, Steps
 from outrider.lengths.experience import Choice, Experience, Habit
 from outrider.trees.protocol import Level
@@ -15,12 +15,15 @@ LIKELY, UNLIKELY, HOPELESS = -0.253, -0.842, -2.0
 """The gain of drafts, in standard deviations: it is positive with a probability of 0.4, 0.2 and 0.02."""
 DOUBTS = 6
 """Doubtful steps in a row after which drafting stops."""
-GRACE = 0.4
-"""A request with a seed that has drafted goes on where it would gain if its acceptance were better than it seems, by so
-many standard deviations: the gain is positive with a probability of a third.
+GRACE = 0.9
+"""A request with a seed drafts where it would gain if its acceptance were better than it seems, by so many standard
+deviations: the gain is positive with a probability of 0.18. So it tries what it knows nothing of, and a few bad drafts
+do not end it.
 """
 HOLD, BETTER = 8, 1.01
 """For how many steps a choice to draft holds for the same requests, and how much faster another length must be."""
+HOLD_BY_DRAFTS = 0.5
+"""For how many steps it holds at most, for each draft that a request with a seed has made: its first ones say most."""
 NEWCOMERS = 0.25
 """Largest share of new requests to which a choice to draft nothing extends."""
 MARGIN, CERTAIN, NEAR = 0.07, 1.645, 0.99
@@ -58,9 +61,9 @@ class GoodputLength:
     steps. So the law is kept.
 
     A request that comes with a seed and a temperature above 0 repeats its text. Its length depends on the kept costs,
-    the number of requests in the step, its own acceptance from a fixed prior, and that of other requests with a seed.
-    It stops where the probability of a gain is below a third, because a few bad drafts say little. If the costs are not
-    kept, it drafts `fallback` tokens.
+    the number of requests in the step, a fixed prior, its own acceptance, and that of the step's other requests with a
+    seed. It drafts where a gain has a probability of 0.18 at least, because what it learns by that serves all that
+    follows, and a few bad drafts say little. If the costs are not kept, it drafts `fallback` tokens.
 
     Attributes:
         most: Longest draft.
@@ -114,9 +117,13 @@ class GoodputLength:
             for i in seeded:
                 lengths[i] = min(rooms[i], self.fallback)
         elif seeded:
-            prior, late = prior_rates(self.most), [_late(states[i], costs, len(states)) for i in seeded]
+            late = [_late(states[i], costs, len(states)) for i in seeded]
+            expected = rates_by_others([_own(states[i].length_state) for i in seeded], self.most)
             likeliest, likely = (
-                [self._drafts(states[i], prior, _usual(states[i]), WIDE_VARIANCE, rooms[i], above) for i in seeded]
+                [
+                    self._drafts(states[i], rates, _usual(states[i]), variance, rooms[i], above)
+                    for i, (rates, variance) in zip(seeded, expected, strict=True)
+                ]
                 for above in (0.0, GRACE)
             )
             plan = _best(_plans(steps, missed, likely, margin_of(costs), late))
@@ -179,12 +186,17 @@ class GoodputLength:
         room: int,
         above: float = 0.0,
     ) -> "_Drafts":
-        """What drafts of a request are worth; they are at most as long as there is room."""
+        """What drafts of a request are worth; they are at most as long as there is room.
+
+        Args:
+            above: By how many standard deviations acceptance is taken to be better than it seems, if every draft is
+                found: the fewer are, the less is learnt by one more.
+        """
         own = _own(state.length_state)
-        found = tokens_by_length(own.rates(pooled, variance, above))
+        rate = own.hits.rate(hits)
+        found = tokens_by_length(own.rates(pooled, variance, above * rate))
         if room < len(found):
             found = found[: room + 1] + [found[room]] * (len(found) - 1 - room)
-        rate = own.hits.rate(hits)
         return _Drafts(tokens=found if rate == 1 else [1 + rate * (n - 1) for n in found], hits=rate)
 
 
@@ -277,13 +289,19 @@ def _holds(habit: Habit, states: Sequence[Running], ids: Sequence[str], rooms: S
     """Whether the last choice still holds: for the same requests, as long as there is room for their drafts. One to
     draft nothing holds also if a few of many requests are new, because it says something of all texts.
     """
-    if len(habit.lengths) != len(ids) or habit.age >= (HOLD if any(habit.lengths) else LEAST_REST):
+    if len(habit.lengths) != len(ids) or habit.age >= (_hold(states) if any(habit.lengths) else LEAST_REST):
         return False
     if habit.ids == ids:
         return all(map(_has_room, habit.lengths, rooms, habit.rooms))
     if any(habit.lengths) or not any(habit.rooms) or any(state.request.repeats for state in states):
         return False
     return len(set(ids).difference(habit.ids)) <= NEWCOMERS * len(ids)
+
+
+def _hold(states: Sequence[Running]) -> float:
+    """For how many steps a choice to draft holds."""
+    drafts = [_own(state.length_state).tested[:1] for state in states if state.request.repeats]
+    return min([HOLD, *(HOLD_BY_DRAFTS * count for made in drafts for count in made)])
 
 
 def _has_room(length: int, room: int, before: int) -> bool:

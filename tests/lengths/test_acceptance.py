@@ -6,11 +6,13 @@ import pytest
 from outrider.lengths.acceptance import (
     HALF_LIFE,
     OWN_DECAY,
+    VARIANCE,
     WEIGHT,
     WIDE_VARIANCE,
     OwnAcceptance,
     PooledAcceptance,
     prior_rates,
+    rates_by_others,
     tokens_by_length,
 )
 
@@ -86,3 +88,36 @@ def test_own_evidence_fades_with_plain_steps():
 
 def test_tokens_are_the_sum_of_chances_to_come_so_far():
     assert tokens_by_length([0.5, 0.4, 0.1]) == pytest.approx([1, 1.5, 1.7, 1.72])
+
+
+def test_what_others_accepted_moves_what_is_expected_of_a_request_and_its_own_drafts_do_not():
+    good, bad, new = (
+        OwnAcceptance(tested=(9.0, 8.0), accepted=(8.0, 8.0)),
+        OwnAcceptance(tested=(7.0,), accepted=(0.0,)),
+        OwnAcceptance(),
+    )
+    assert rates_by_others([good], 3) == [(prior_rates(3), WIDE_VARIANCE)]
+    assert rates_by_others([good, new], 3)[0] == (prior_rates(3), WIDE_VARIANCE)
+    of_good, of_bad, of_new = rates_by_others([good, bad, new], 3)
+    assert of_good[0][0] < of_new[0][0] < of_bad[0][0]
+    assert VARIANCE < of_new[1] < of_good[1] < WIDE_VARIANCE
+
+
+def test_the_part_that_requests_have_in_common_is_the_likeliest_and_its_variance_is_that_of_the_curvature():
+    other = OwnAcceptance(tested=(12.0, 5.0), accepted=(5.0, 4.0))
+    moved, step = np.linspace(-3, 3, 60_001), 1e-4
+    logits = np.log(np.array(prior_rates(2)) / (1 - np.array(prior_rates(2))))[:, None] + moved
+    likelihood = -(moved**2) / 2 / (WIDE_VARIANCE - VARIANCE)
+    for logit, tested, accepted in zip(logits, other.tested, other.accepted, strict=True):
+        likelihood += accepted * logit - tested * np.log1p(np.exp(logit))
+    at = int(likelihood.argmax())
+    curvature = -(likelihood[at + 100] - 2 * likelihood[at] + likelihood[at - 100]) / (100 * step) ** 2
+    _, (rates, variance) = rates_by_others([other, OwnAcceptance()], 2)
+    assert rates == pytest.approx(1 / (1 + np.exp(-logits[:, at])), abs=1e-3)
+    assert variance == pytest.approx(VARIANCE + 1 / curvature, rel=1e-2)
+
+
+def test_drafts_longer_than_what_is_asked_for_do_not_matter():
+    long = OwnAcceptance(tested=(3.0, 2.0, 1.0), accepted=(2.0, 1.0, 1.0))
+    short = OwnAcceptance(tested=(3.0, 2.0), accepted=(2.0, 1.0))
+    assert rates_by_others([long, OwnAcceptance()], 2) == rates_by_others([short, OwnAcceptance()], 2)

@@ -93,6 +93,32 @@ def test_the_choice_is_within_two_percent_of_the_best_length_or_plain_where_that
     assert plain or rates(chosen[0]) > 0.98 * most, (chosen, best(costs, rate, requests))
 
 
+def drafts_with_seeds(costs: Cost, requests: int, accepts: bool, steps: int = 48) -> list[int]:
+    """How many drafts each of some requests with a seed makes, all of which are accepted or rejected."""
+    experience, states = Experience(CostTable.of_formula(costs)), running(requests, DRAWN, repeats=True)
+    made = [0] * requests
+    for _ in range(steps):
+        choice = POLICY.choose(experience, states, [POLICY.most] * requests)
+        experience.habit = choice.habit
+        for i, length in enumerate(choice.lengths):
+            made[i] += length > 0
+            own = states[i].length_state.after(length, length * accepts, asked=length > 0)
+            states[i] = replace(states[i], length_state=own)
+    return made
+
+
+def test_a_request_with_a_seed_soon_gives_up_drafts_that_all_fail():
+    alone = drafts_with_seeds(cost(0.4, 0.03), 1, accepts=False)
+    assert 0 < alone[0] <= 4
+    assert drafts_with_seeds(cost(0.4, 0.03), 1, accepts=True) == [48]
+
+
+def test_requests_with_seeds_learn_from_each_other():
+    alone = drafts_with_seeds(cost(0.15, 0.0), 1, accepts=False)
+    together = drafts_with_seeds(cost(0.15, 0.0), 4, accepts=False)
+    assert max(together) < alone[0], "four drafts that fail say more than one"
+
+
 def test_a_single_request_with_good_acceptance_drafts_far_and_a_full_batch_with_poor_acceptance_not_at_all():
     costs = cost(0.1, 0.03)
     assert settled(accepting(costs, 0.9), running(1))[0] >= 5
@@ -393,7 +419,7 @@ def test_a_request_with_a_seed_reads_its_own_acceptance_and_nothing_pooled():
     assert lengths(accepting(costs, 0.01), running(3, DRAWN)) != first
 
 
-def test_a_request_with_a_seed_begins_where_a_gain_is_likely_and_stops_only_where_it_is_not():
+def test_a_request_with_a_seed_tries_drafts_that_may_gain_and_stops_where_that_is_unlikely():
     experience = Experience(CostTable.of_formula(cost(0.15, 0.05)))
     [state] = running(1, DRAWN, repeats=True)
     assert lengths(experience, [state]) != [0]
@@ -404,7 +430,7 @@ def test_a_request_with_a_seed_begins_where_a_gain_is_likely_and_stops_only_wher
     failures = drafted.index(False)
     assert 2 <= failures <= 8
     assert not any(drafted[failures:])
-    # A request that has never drafted has no doubts that could speak for it.
+    # Where even good acceptance would gain nothing, none is tried.
     dear = Experience(CostTable.of_formula(cost(0.6, 0.2)))
     assert lengths(dear, running(1, DRAWN, repeats=True)) == [0]
 
