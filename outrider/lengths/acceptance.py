@@ -223,7 +223,7 @@ def _moved_and_left(
     """Rates whose logits are all moved by the likeliest number, which is around 0 with this variance at first, or by so
     many of its standard deviations more; and the variance that the counts leave.
     """
-    if not tested and not above:
+    if not tested:
         return list(rates), variance
     logits = [math.log(rate / (1 - rate)) for rate in (min(max(p, 1e-4), 1 - 1e-4) for p in rates)]
     own = 0.0

@@ -15,10 +15,9 @@ LIKELY, UNLIKELY, HOPELESS = -0.253, -0.842, -2.0
 """The gain of drafts, in standard deviations: it is positive with a probability of 0.4, 0.2 and 0.02."""
 DOUBTS = 6
 """Doubtful steps in a row after which drafting stops."""
-TRY, GRACE = 0.4, 0.9
-"""A request with a seed drafts where it would gain if its acceptance were better than it seems, by so many standard
-deviations: before its first draft, and afterwards. The gain is then positive with a probability of 0.34 or 0.18. So it
-tries what it knows nothing of, and a few bad drafts do not end it.
+GRACE = 0.9
+"""A request with a seed that has drafted goes on where it would gain if its acceptance were better than it seems, by so
+many standard deviations: the gain is positive with a probability of 0.18.
 """
 HOLD, BETTER = 8, 1.01
 """For how many steps a choice to draft holds for the same requests, and how much faster another length must be."""
@@ -62,9 +61,8 @@ class GoodputLength:
 
     A request that comes with a seed and a temperature above 0 repeats its text. Its length depends on the kept costs,
     the number of requests in the step, a fixed prior, its own acceptance, and that of the step's other requests with a
-    seed. It begins to draft where a gain has a probability of 0.34 at least, and goes on where it has one of 0.18:
-    what it learns by that serves all that follows, and a few bad drafts say little. If the costs are not kept, it
-    drafts `fallback` tokens.
+    seed. It begins where drafts are expected to gain, and goes on where a gain has a probability of 0.18 at least,
+    because a few bad drafts say little. If the costs are not kept, it drafts `fallback` tokens.
 
     Attributes:
         most: Longest draft.
@@ -191,15 +189,13 @@ class GoodputLength:
         """What drafts of a request are worth; they are at most as long as there is room.
 
         Args:
-            hopeful: Whether acceptance is taken to be better than it seems. The fewer drafts are found, the less is
-                learnt by one more, and the less better it is taken to be.
+            hopeful: Whether acceptance is taken to be better than it seems, if the request has drafted.
         """
         own = _own(state.length_state)
-        rate = own.hits.rate(hits)
-        above = rate * (GRACE if own.tested else TRY) if hopeful else 0.0
-        found = tokens_by_length(own.rates(pooled, variance, above))
+        found = tokens_by_length(own.rates(pooled, variance, GRACE if hopeful and own.tested else 0.0))
         if room < len(found):
             found = found[: room + 1] + [found[room]] * (len(found) - 1 - room)
+        rate = own.hits.rate(hits)
         return _Drafts(tokens=found if rate == 1 else [1 + rate * (n - 1) for n in found], hits=rate)
 
 

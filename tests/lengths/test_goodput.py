@@ -419,7 +419,7 @@ def test_a_request_with_a_seed_reads_its_own_acceptance_and_nothing_pooled():
     assert lengths(accepting(costs, 0.01), running(3, DRAWN)) != first
 
 
-def test_a_request_with_a_seed_tries_drafts_that_may_gain_and_stops_where_that_is_unlikely():
+def test_a_request_with_a_seed_begins_where_a_gain_is_likely_and_stops_only_where_it_is_not():
     experience = Experience(CostTable.of_formula(cost(0.15, 0.05)))
     [state] = running(1, DRAWN, repeats=True)
     assert lengths(experience, [state]) != [0]
@@ -430,7 +430,7 @@ def test_a_request_with_a_seed_tries_drafts_that_may_gain_and_stops_where_that_i
     failures = drafted.index(False)
     assert 2 <= failures <= 8
     assert not any(drafted[failures:])
-    # Where even good acceptance would gain nothing, none is tried.
+    # A request that has never drafted has no doubts that could speak for it.
     dear = Experience(CostTable.of_formula(cost(0.6, 0.2)))
     assert lengths(dear, running(1, DRAWN, repeats=True)) == [0]
 
