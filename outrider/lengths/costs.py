@@ -1,5 +1,6 @@
 """What steps cost on this machine: measured rows, and the cost of any step between them. A plain value."""
 
+import bisect
 import functools
 import math
 import statistics
@@ -12,6 +13,8 @@ from jaxtyping import Float
 
 Steps = tuple[tuple[float, ...], ...]
 """Seconds of a step: `steps[m][n]` where m requests draft n tokens each; `steps[0]` is plain throughout."""
+SPAN = 8
+"""Lengths of drafts whose costs are worked out at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,10 @@ class CostTable:
     _steps: dict[tuple[int, bool, int, int], Steps] = field(default_factory=dict, init=False, repr=False, compare=False)
     _asking: dict[tuple[int, bool], list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    _known: dict[tuple[str, bool, int], tuple[list[int], Float[np.ndarray, "batches lengths"]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
     def __post_init__(self) -> None:
         if not all(math.isfinite(row.seconds) and row.seconds > 0 for row in self.rows) or not self._batches(False):
             raise ValueError("a table of costs needs a plain step and a longer one, each of more than 0 seconds")
@@ -148,7 +155,13 @@ class CostTable:
         near = round(2 * math.log2(max(context, 1)))
         key = (requests, sampled, near, longest)
         if (found := self._steps.get(key)) is None:
-            found = self._steps[key] = self._worked_out(requests, sampled, 2 ** (near / 2), longest)
+            # Lengths up to the next multiple of eight are worked out at once: it takes as long for one as for all.
+            most = SPAN * math.ceil(max(longest, 1) / SPAN)
+            whole = self._steps.get((requests, sampled, near, most))
+            if whole is None:
+                whole = self._worked_out(requests, sampled, 2 ** (near / 2), most)
+                self._steps[requests, sampled, near, most] = whole
+            found = self._steps[key] = tuple(line[: longest + 1] for line in whole)
         return found
 
     def missed(self, requests: int, *, sampled: bool, context: int) -> list[float]:
@@ -231,10 +244,14 @@ class CostTable:
 
     def _part(self, part: str, sampled: bool, requests: int, longest: int) -> Float[np.ndarray, " lengths"]:
         """A part of steps with drafts of 0 to `longest` tokens."""
-        batches, lengths = self._batches(sampled), np.arange(longest + 1.0)
-        each = [_line(lengths, [row.length for row in b], [self._of(row, part) for row in b]) for b in batches.values()]
-        by_length = np.stack(each, axis=1)
-        return np.array([_line(np.array([float(requests)]), list(batches), values)[0] for values in by_length])
+        key = (part, sampled, longest)
+        if (known := self._known.get(key)) is None:
+            lengths, batches = np.arange(longest + 1.0), self._batches(sampled)
+            each = [
+                _line(lengths, [row.length for row in b], [self._of(row, part) for row in b]) for b in batches.values()
+            ]
+            known = self._known[key] = [*batches], np.stack(each)
+        return _between(requests, *known)
 
     def _of(self, row: StepCost, part: str) -> float:
         """A part of a row; the target's from all rows of such steps, because each has errors of its own."""
@@ -285,14 +302,22 @@ class CostTable:
         """The rows of the shortest context by number of requests. Where all draft, those numbers alone for which plain
         and longer steps were measured.
         """
+        return self._kinds.get((sampled, drafting), {})
+
+    @functools.cached_property
+    def _kinds(self) -> dict[tuple[bool, int | None], dict[int, list[StepCost]]]:
+        """What `_batches` returns, by what it is asked for."""
         first = min((row.context for row in self.rows), default=0)
-        found: dict[int, list[StepCost]] = {}
+        found: dict[tuple[bool, int | None], dict[int, list[StepCost]]] = {}
         for row in sorted(self.rows, key=lambda row: (row.requests, row.length)):
-            if row.sampled == sampled and row.context == first and row.drafting == drafting:
-                found.setdefault(row.requests, []).append(row)
-        if drafting is not None:
-            return found
-        return {b: rows for b, rows in found.items() if rows[0].length == 0 and len(rows) > 1}
+            if row.context == first:
+                found.setdefault((row.sampled, row.drafting), {}).setdefault(row.requests, []).append(row)
+        for (_, drafting), batches in found.items():
+            if drafting is None:
+                for b, rows in [*batches.items()]:
+                    if rows[0].length or len(rows) == 1:
+                        del batches[b]
+        return found
 
 
 def plain_seconds(tables: Sequence[CostTable], requests: int, *, sampled: bool, context: int) -> float:
@@ -310,4 +335,14 @@ def _line(
     if len(places) > 1:
         slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
         found = np.where(x > places[-1], np.maximum(values[-1] + slope * (x - places[-1]), 0.0), found)
+    return found
+
+
+def _between(x: float, places: Sequence[int], values: Float[np.ndarray, "places n"]) -> Float[np.ndarray, " n"]:
+    """Values at x between those at ascending places, as `_line` has them for each column."""
+    if len(places) == 1 or x <= places[0]:
+        return values[0]
+    i = min(bisect.bisect_left(places, x), len(places) - 1)
+    share = (x - places[i - 1]) / (places[i] - places[i - 1])
+    found: Float[np.ndarray, " n"] = np.maximum(values[i - 1] + share * (values[i] - values[i - 1]), 0.0)
     return found
