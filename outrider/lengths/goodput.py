@@ -15,14 +15,12 @@ LIKELY, UNLIKELY, HOPELESS = -0.253, -0.842, -2.0
 """The gain of drafts, in standard deviations: it is positive with a probability of 0.4, 0.2 and 0.02."""
 DOUBTS = 6
 """Doubtful steps in a row after which drafting stops."""
-GRACE = 0.9
+GRACE = 0.4
 """A request with a seed that has drafted goes on where it would gain if its acceptance were better than it seems, by so
-many standard deviations: the gain is positive with a probability of 0.18.
+many standard deviations: the gain is positive with a probability of a third.
 """
 HOLD, BETTER = 8, 1.01
 """For how many steps a choice to draft holds for the same requests, and how much faster another length must be."""
-HOLD_BY_DRAFTS = 0.5
-"""For how many steps it holds at most, for each draft that a request with a seed has made: its first ones say most."""
 NEWCOMERS = 0.25
 """Largest share of new requests to which a choice to draft nothing extends."""
 MARGIN, CERTAIN, NEAR = 0.07, 1.645, 0.99
@@ -61,7 +59,7 @@ class GoodputLength:
 
     A request that comes with a seed and a temperature above 0 repeats its text. Its length depends on the kept costs,
     the number of requests in the step, a fixed prior, its own acceptance, and that of the step's other requests with a
-    seed. It begins where drafts are expected to gain, and goes on where a gain has a probability of 0.18 at least,
+    seed. It begins where drafts are expected to gain, and stops where the probability of a gain is below a third,
     because a few bad drafts say little. If the costs are not kept, it drafts `fallback` tokens.
 
     Attributes:
@@ -120,10 +118,10 @@ class GoodputLength:
             expected = rates_by_others([_own(states[i].length_state) for i in seeded], self.most)
             likeliest, likely = (
                 [
-                    self._drafts(states[i], rates, _usual(states[i]), variance, rooms[i], hopeful=hopeful)
+                    self._drafts(states[i], rates, _usual(states[i]), variance, rooms[i], above)
                     for i, (rates, variance) in zip(seeded, expected, strict=True)
                 ]
-                for hopeful in (False, True)
+                for above in (0.0, GRACE)
             )
             plan = _best(_plans(steps, missed, likely, margin_of(costs), late))
             if plan.gain > 0:
@@ -183,16 +181,11 @@ class GoodputLength:
         hits: float,
         variance: float,
         room: int,
-        *,
-        hopeful: bool = False,
+        above: float = 0.0,
     ) -> "_Drafts":
-        """What drafts of a request are worth; they are at most as long as there is room.
-
-        Args:
-            hopeful: Whether acceptance is taken to be better than it seems, if the request has drafted.
-        """
+        """What drafts of a request are worth; they are at most as long as there is room."""
         own = _own(state.length_state)
-        found = tokens_by_length(own.rates(pooled, variance, GRACE if hopeful and own.tested else 0.0))
+        found = tokens_by_length(own.rates(pooled, variance, above))
         if room < len(found):
             found = found[: room + 1] + [found[room]] * (len(found) - 1 - room)
         rate = own.hits.rate(hits)
@@ -288,19 +281,13 @@ def _holds(habit: Habit, states: Sequence[Running], ids: Sequence[str], rooms: S
     """Whether the last choice still holds: for the same requests, as long as there is room for their drafts. One to
     draft nothing holds also if a few of many requests are new, because it says something of all texts.
     """
-    if len(habit.lengths) != len(ids) or habit.age >= (_hold(states) if any(habit.lengths) else LEAST_REST):
+    if len(habit.lengths) != len(ids) or habit.age >= (HOLD if any(habit.lengths) else LEAST_REST):
         return False
     if habit.ids == ids:
         return all(map(_has_room, habit.lengths, rooms, habit.rooms))
     if any(habit.lengths) or not any(habit.rooms) or any(state.request.repeats for state in states):
         return False
     return len(set(ids).difference(habit.ids)) <= NEWCOMERS * len(ids)
-
-
-def _hold(states: Sequence[Running]) -> float:
-    """For how many steps a choice to draft holds."""
-    drafts = [_own(state.length_state).tested[:1] for state in states if state.request.repeats]
-    return min([HOLD, *(HOLD_BY_DRAFTS * count for made in drafts for count in made)])
 
 
 def _has_room(length: int, room: int, before: int) -> bool:
