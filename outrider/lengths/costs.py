@@ -93,7 +93,6 @@ class CostTable:
     measured: float | None = field(default=None, compare=False)
     _steps: dict[tuple[int, bool, int, int], Steps] = field(default_factory=dict, init=False, repr=False, compare=False)
     _asking: dict[tuple[int, bool], list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)
-
     _known: dict[tuple[str, bool, int], tuple[list[int], Float[np.ndarray, "batches lengths"]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
