@@ -107,6 +107,7 @@ def assemble(setup: Setup, *, target: LM | None = None, drafter: Drafter | None 
         rules=rules_of(model, target.vocab_size) if follows else None,
         max_slots=max_slots,
         max_prefill_tokens=wanted.max_prefill_tokens,
+        max_warm_slots=wanted.max_warm_slots or 0,
         max_warm_tokens=wanted.max_warm_tokens,
         needs_seeds=wanted.reproducible,
         refuses=refuses,
@@ -261,7 +262,7 @@ def _target(setup: Setup, model: PreTrainedModel) -> LM:
     """The target as the engine sees it."""
     return as_lm(
         model,
-        max_slots=setup.max_slots or MAX_SLOTS,
+        max_slots=_all_slots(setup),
         max_context=setup.max_context,
         vocab_size=setup.vocab_size,
         pad_to=setup.pad_to,
@@ -271,6 +272,11 @@ def _target(setup: Setup, model: PreTrainedModel) -> LM:
         # The engine lets requests wait that do not fit beside others.
         overcommit=True,
     )
+
+
+def _all_slots(setup: Setup) -> int:
+    """Slots of running and of ended requests."""
+    return (setup.max_slots or MAX_SLOTS) + (setup.max_warm_slots or 0)
 
 
 def _suit_forwards(target: LM, taps: Sequence[int], setup: Setup) -> None:
@@ -287,7 +293,7 @@ def _suit_forwards(target: LM, taps: Sequence[int], setup: Setup) -> None:
 
 def _surroundings(setup: Setup, target: LM, tokenizer: PreTrainedTokenizerBase | None) -> TargetInfo:
     """What the drafter may know of the target."""
-    return TargetInfo.of(target, tokenizer, max_slots=setup.max_slots, forward=as_forward(setup.forward))
+    return TargetInfo.of(target, tokenizer, max_slots=_all_slots(setup), forward=as_forward(setup.forward))
 
 
 def _vocab_size(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:

@@ -52,6 +52,9 @@ class Setup:
         max_context: Longest context in tokens. By default the model's own limit, or less if memory is short.
         max_prefill_tokens: Most prompt tokens that one step prefills, over all requests. By default 2,048, and 512 on
             CPUs while other requests decode.
+        max_warm_slots: Slots beside those of `max_slots` that keep the cache of ended requests alone, for prompts that
+            begin alike, such as the next turn of a chat. By default 0: ended requests keep their slots until others
+            need them.
         max_warm_tokens: Most tokens of ended requests, over all slots, that stay in the cache for prompts that begin
             alike; the least recently used ones leave first. By default as many as the slots hold.
         device: `cpu`, `cuda`, `cuda:1`. By default the GPU if there is one.
@@ -99,6 +102,7 @@ class Setup:
     max_slots: int | None = None
     max_context: int | None = None
     max_prefill_tokens: int | None = None
+    max_warm_slots: int | None = None
     max_warm_tokens: int | None = None
     device: str | torch.device | None = None
     dtype: str | torch.dtype = "auto"
@@ -171,6 +175,8 @@ KINDS: dict[str, tuple[Any, ...]] = {
     name: typing.get_args(hint) or (hint,) for name, hint in typing.get_type_hints(Setup).items() if name != "_"
 }
 """For each option, the types of its values. The first is the type in a file or on a command line."""
+MAY_BE_ZERO = ("max_warm_slots", "max_warm_tokens")
+"""Numbers that may be 0; all others are 1 or more."""
 
 
 def documentation(kind: type) -> dict[str, str]:
@@ -199,8 +205,9 @@ def _checked(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
             raise InputError(f"{name} must be true or false, got {shown(value)}")
     elif kinds[0] is int:
         value = whole(name, value)
-        if value < 1:
-            raise InputError(f"{name} must be >= 1, got {value}")
+        least = 0 if name in MAY_BE_ZERO else 1
+        if value < least:
+            raise InputError(f"{name} must be >= {least}, got {value}")
     elif not isinstance(value, str) and object not in kinds and not isinstance(value, Mapping):
         raise InputError(f"{name} must be a text, got {shown(value)}")
     return value

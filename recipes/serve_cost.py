@@ -12,7 +12,8 @@ another one, with the same models, options and requests, in turns:
 Plain decoding emits one token a step, so its server writes most; `drafts` has chains of three.
 
 With `--vllm-python PATH` vLLM's own server decodes the same requests with the same weights on the same cores, at 1 and
-8 at once, beside `outrider serve` with its default settings; `--target DIR` and `--drafter` name other models.
+8 at once, beside `outrider serve` with its default settings, and beside one that keeps the cache of ended requests in
+slots of their own, as vLLM does; each turn has the same prompts. `--target DIR` and `--drafter` name other models.
 
 The client shares the machine with the server, so it only notes when bytes come, and reads them at the end.
 """
@@ -264,9 +265,13 @@ def _rates(
     slots = max(level.concurrency for level in levels)
     asked = [{**each, "ignore_eos": True} for each in requests_of(Setting().prompts, requests)]
     own = {"dtype": dtype, "max_slots": str(slots), **({} if target is None else {"target": target}), **drafter}
-    ways = [Way(name="outrider"), *(Way(name=f"vLLM, {mode}") for mode in modes)]
+    ours: dict[str, dict[str, str]] = {"outrider": {}}
+    ours[f"outrider, {requests} warm slots"] = {"max_warm_slots": str(requests)}
+    ways = [Way(name=name) for name in (*ours, *(f"vLLM, {mode}" for mode in modes))]
     with ExitStack() as stack:
-        servers = {"outrider": stack.enter_context(served(_written(own), threads=threads))}
+        servers = {
+            name: stack.enter_context(served(_written({**own, **more}), threads=threads)) for name, more in ours.items()
+        }
         for mode in modes:
             model = str(EMBEDDED_TARGET) if target is None else target
             made = vllm_served(python, model, mode, dtype=dtype, slots=slots, threads=threads)

@@ -57,7 +57,7 @@ NARROWER = {
     **dict.fromkeys(("drafter", "tree", "verifier", "length", "decoding", "reproducible", "allow_lossy"), "Drafting"),
     **dict.fromkeys(("target", "tokenizer", "vocab_size", "revision", "trust_remote_code", "dtype"), "Model"),
     **dict.fromkeys(("quantization_config", "attn_implementation", "device", "device_map", "tp_plan"), "Model"),
-    **dict.fromkeys(("max_slots", "max_context", "max_prefill_tokens", "max_warm_tokens"), SPEED),
+    **dict.fromkeys(("max_slots", "max_context", "max_prefill_tokens", "max_warm_slots", "max_warm_tokens"), SPEED),
     **dict.fromkeys(("threads", "pad_to", "forward", "probe"), SPEED),
     **dict.fromkeys(ENDING, "Ends of outputs"),
     **dict.fromkeys(("json_schema", "regex", "grammar", "tools"), "Grammar, tools"),

@@ -38,13 +38,16 @@ class Admission:
     those that run. Requests behind it wait too, so that short ones cannot hold back a long one for ever.
 
     Attributes:
+        max_running: Most requests that run at once.
+        max_slots: Most slots in use at once, warm ones included.
         prefixes: The slots that are kept warm.
         waiting: The requests that wait for a slot.
 
     Args:
         parts: The target whose slots are given out, and the drafter of new requests.
-        max_slots: Most slots in use at once, warm ones included.
+        max_slots: Most requests that run at once.
         max_warm: Most slots that are kept warm.
+        max_warm_slots: Slots beside `max_slots` that are for warm ones alone.
         max_warm_tokens: Most tokens in them together; None sets no limit.
         lender: Slots that another engine over the same target keeps warm; they are released when a request needs one.
     """
@@ -55,11 +58,13 @@ class Admission:
         *,
         max_slots: int,
         max_warm: int,
+        max_warm_slots: int = 0,
         max_warm_tokens: int | None = None,
         lender: Prefixes | None = None,
     ) -> None:
         self._parts, self._lender = parts, lender
-        self.max_slots = min(max_slots, parts.target.max_slots)
+        self.max_running = min(max_slots, parts.target.max_slots)
+        self.max_slots = min(max_slots + max_warm_slots, parts.target.max_slots)
         self.prefixes = Prefixes(parts, min(max_warm, self.max_slots), max_warm_tokens)
         self.waiting = Waiting()
         self._running: list[Seat] = []
@@ -88,8 +93,8 @@ class Admission:
         failed: list[tuple[Seat, Exception]] = []
         # Slots are set aside for those that wait for a beginning, so that nobody behind them takes their turn.
         followers = 0
-        for seat in self.waiting.in_turn() if len(self._running) < self.max_slots else ():
-            if len(self._running) + followers >= self.max_slots:
+        for seat in self.waiting.in_turn() if len(self._running) < self.max_running else ():
+            if len(self._running) + followers >= self.max_running:
                 break
             if self._follows(seat.request):
                 followers += 1

@@ -82,6 +82,7 @@ class Engine:
         max_slots: Most requests that run at once; other requests wait.
         keep_warm: Whether the slot of an ended request stays allocated until another request needs it, so that a prompt
             with the same beginning can reuse its cache.
+        max_warm_slots: Slots beside `max_slots` that are for ended requests alone. The target must have so many more.
         max_warm_tokens: Most tokens in such slots together. Where there are more, the slots that were used longest ago
             are released. None sets no limit: the warm slots may fill the cache.
         max_prefill_tokens: Most prompt tokens that one step prefills, over all requests, first come first served. A
@@ -114,6 +115,7 @@ class Engine:
         max_slots: int = 8,
         max_prefill_tokens: int | None = None,
         keep_warm: bool = True,
+        max_warm_slots: int = 0,
         max_warm_tokens: int | None = None,
         dice: Callable[[Sequence[Running]], Dice] | None = None,
         needs_seeds: bool = False,
@@ -123,6 +125,8 @@ class Engine:
     ) -> None:
         if max_prefill_tokens is not None and max_prefill_tokens < 1:
             raise InputError(f"max_prefill_tokens must be >= 1, got {max_prefill_tokens}")
+        if max_warm_slots < 0:
+            raise InputError(f"max_warm_slots must be >= 0, got {max_warm_slots}")
         if max_warm_tokens is not None and max_warm_tokens < 0:
             raise InputError(f"max_warm_tokens must be >= 0, got {max_warm_tokens}")
         self.tokenizer = tokenizer
@@ -132,6 +136,7 @@ class Engine:
         self.rules = rules
         self.max_slots = max_slots
         self.max_prefill_tokens = max_prefill_tokens
+        self.max_warm_slots = max_warm_slots
         self.max_warm_tokens = max_warm_tokens
         self.dice = dice
         self.watch: Watch | None = None
@@ -149,7 +154,8 @@ class Engine:
             parts,
             tokenizer,
             max_slots=max_slots,
-            max_warm=max_slots if keep_warm else 0,
+            max_warm=max_slots + max_warm_slots if keep_warm else 0,
+            max_warm_slots=max_warm_slots,
             lender=None if lender is None else lender._schedule.prefixes,
             max_warm_tokens=max_warm_tokens,
             deliver=self._mail.deliver,
@@ -453,6 +459,7 @@ class Engine:
             max_slots=self.max_slots,
             max_prefill_tokens=self.max_prefill_tokens,
             keep_warm=False,
+            max_warm_slots=self.max_warm_slots,
             needs_seeds=self._needs_seeds,
             lender=self._lender or self,
         )

@@ -27,8 +27,9 @@ class Schedule:
     Args:
         parts: What decodes new requests.
         tokenizer: For text and stop strings.
-        max_slots: Most slots in use at once, warm ones included.
+        max_slots: Most requests that run at once.
         max_warm: Most slots that are kept warm.
+        max_warm_slots: Slots beside `max_slots` that are for warm ones alone.
         lender: Slots that another engine over the same target keeps warm.
         max_warm_tokens: Most tokens in them together; None sets no limit.
         deliver: Called with every update.
@@ -42,6 +43,7 @@ class Schedule:
         *,
         max_slots: int,
         max_warm: int,
+        max_warm_slots: int = 0,
         lender: Prefixes | None = None,
         max_warm_tokens: int | None = None,
         deliver: Callable[[Update], None],
@@ -51,7 +53,12 @@ class Schedule:
         self._tokenizer = tokenizer
         self._deliver, self._timed = deliver, timed
         self._admission = Admission(
-            parts, max_slots=max_slots, max_warm=max_warm, max_warm_tokens=max_warm_tokens, lender=lender
+            parts,
+            max_slots=max_slots,
+            max_warm=max_warm,
+            max_warm_slots=max_warm_slots,
+            max_warm_tokens=max_warm_tokens,
+            lender=lender,
         )
 
     @property

@@ -89,6 +89,7 @@ def _engine(model: PreTrainedModel, options: Setup) -> Engine:
         made.parts,
         max_slots=made.max_slots,
         max_prefill_tokens=made.max_prefill_tokens,
+        max_warm_slots=made.max_warm_slots,
         max_warm_tokens=made.max_warm_tokens,
     )
 

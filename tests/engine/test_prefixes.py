@@ -118,6 +118,50 @@ def test_the_least_recently_used_slots_leave_where_warm_tokens_are_limited() -> 
     assert free_slots(busy) == [4]
 
 
+@pytest.mark.parametrize("drafter", ["none", "model"])
+def test_more_texts_than_slots_stay_in_slots_of_their_own(drafter: str) -> None:
+    texts = [[10 * i + k % 9 + 3 for k in range(25)] for i in range(5)]
+    parts = engine(drafter, max_slots=8).parts
+    expected = [engine("none").generate([text], max_new_tokens=4, sampling=GREEDY)[0].tokens for text in texts]
+    for warm, reused in ((6, [24] * 5), (0, [0] * 5)):
+        busy = Engine(parts, max_slots=2, max_warm_slots=warm)
+        for again in (False, True):
+            for text in texts:
+                busy.add(text, max_new_tokens=4, sampling=GREEDY)
+            most, found = 0, {}
+            while busy.busy:
+                found |= {update.id: update.output for update in busy.step() if update.output is not None}
+                most = max(most, len(busy.running))
+            assert most == 2
+            assert sorted(output.tokens for output in found.values()) == sorted(expected)
+            assert sorted(output.reused_tokens for output in found.values()) == (reused if again else [0] * 5)
+        assert busy.num_cached_tokens == (28 * 5 if warm else 28 * 2)
+        busy.rest()
+        assert set(free_slots(busy)) == {8}
+
+
+def test_plain_decoding_takes_the_slots_of_ended_requests_last() -> None:
+    busy = Engine(engine("none", max_slots=4).parts, max_slots=2, max_warm_slots=2)
+    plain = busy.plain()
+    for text in ([3, 9, 4], [5, 6, 7]):
+        busy.generate([text], max_new_tokens=2, sampling=GREEDY)
+    plain.generate([[8, 8], [9, 9]], max_new_tokens=2, sampling=GREEDY)
+    assert busy.num_cached_tokens == 2 * 4
+    assert plain.num_cached_tokens == 0
+
+
+def test_slots_of_ended_requests_are_an_option_of_loading() -> None:
+    made = outrider.load(dtype="float32", probe=False, max_slots=2, max_warm_slots=3)
+    assert (made.max_slots, made.max_warm_slots, made.parts.target.max_slots) == (2, 3, 5)
+    assert replace(outrider.Setup(), max_warm_slots=0, max_warm_tokens=0).given() == {
+        "max_warm_slots": 0,
+        "max_warm_tokens": 0,
+    }
+    for refused in (lambda: limited(max_warm_slots=-1), lambda: outrider.load(probe=False, max_warm_slots=-1)):
+        with pytest.raises(InputError, match="max_warm_slots must be >= 0, got -1"):
+            refused()
+
+
 def test_no_warm_tokens_keep_no_slot() -> None:
     busy = limited(max_warm_tokens=0)
     busy.generate([[3, 9, 4]], max_new_tokens=2, sampling=GREEDY)

@@ -30,6 +30,7 @@ VALUES = {
     "max_slots": 2,
     "max_context": 60,
     "max_prefill_tokens": 5,
+    "max_warm_slots": 1,
     "max_warm_tokens": 40,
     "trust_remote_code": True,
     "threads": 1,
@@ -81,7 +82,7 @@ def test_all_options_together_give_what_generate_gives(drafted):
     assert names == ["ngram", "chain", "token", "pearl"]
     assert parts.length.num_speculative_tokens == 3
     assert (kept.engine.max_slots, kept.engine.max_prefill_tokens) == (2, 5)
-    assert (parts.target.max_slots, parts.target.max_context, parts.target.pad_to) == (2, 60, 2)
+    assert (parts.target.max_slots, parts.target.max_context, parts.target.pad_to) == (2 + 1, 60, 2)
 
 
 def test_pearl_inside_generate_gives_what_generate_gives():

@@ -19,6 +19,8 @@ WEIGHTS = "--weight-transfer-config"
 UNSUPPORTED = {
     "vocab_size": "vLLM draws from all token ids; leave out --vocab-size",
     "max_prefill_tokens": "vLLM has --max-num-batched-tokens instead; give it with --engine-args",
+    "max_warm_slots": "vLLM keeps prefixes of prompts in all memory that its cache has; leave out --max-warm-slots",
+    "max_warm_tokens": "vLLM keeps prefixes of prompts in all memory that its cache has; leave out --max-warm-tokens",
     "device": "vLLM runs on the device that its build is for; leave out --device",
     "device_map": "vLLM places layers by its own flags; give --engine-args '--tensor-parallel-size 2' or similar",
     "quantization_config": "vLLM has --quantization instead; give it with --engine-args",
