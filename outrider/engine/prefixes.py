@@ -131,14 +131,15 @@ class Prefixes:
     def longest(self, prompt: Sequence[int], running: Iterable[Running]) -> Found | None:
         """The request with the longest common beginning; an ended request wins a tie; None if there is none."""
         prompt = list(prompt)
-        warm = [self._found(prompt, state, warm=True) for state in reversed(self._warm)]
-        others = [self._found(prompt, state, warm=False) for state in running]
-        best = max([*warm, *others], key=lambda found: found.shared, default=None)
-        return best if best is not None and best.shared else None
-
-    def _found(self, prompt: list[int], state: Running, warm: bool) -> Found:
-        num_read = min(self.parts.target.length(state.slot), len(prompt) - 1)
-        return Found(state=state, shared=_shared(state.tokens, prompt, num_read), warm=warm)
+        num_warm, most, best = len(self._warm), 0, None
+        for i, state in enumerate([*reversed(self._warm), *running]):
+            # Most texts differ from the prompt before the longest beginning so far ends, and are left quickly.
+            if len(state.tokens) <= most or state.tokens[: most + 1] != prompt[: most + 1]:
+                continue
+            num_read = min(self.parts.target.length(state.slot), len(prompt) - 1)
+            if (shared := _shared(state.tokens, prompt, num_read)) > most:
+                most, best = shared, Found(state=state, shared=shared, warm=i < num_warm)
+        return best
 
 
 def _shared(ours: list[int], theirs: list[int], most: int) -> int:

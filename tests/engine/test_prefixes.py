@@ -1,6 +1,8 @@
 """What many requests share is read once, and what ended requests leave in the cache stays below its limit."""
 
+import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +12,7 @@ from outrider.core.types import Sampling
 from outrider.engine.admission import LEAST_WAIT
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
+from outrider.engine.prefixes import Prefixes
 from tests.world.models import engine, free_slots
 
 GREEDY = Sampling(temperature=0, seed=0)
@@ -138,6 +141,27 @@ def test_more_texts_than_slots_stay_in_slots_of_their_own(drafter: str) -> None:
         assert busy.num_cached_tokens == (28 * 5 if warm else 28 * 2)
         busy.rest()
         assert set(free_slots(busy)) == {8}
+
+
+def test_the_longest_beginning_is_what_comparing_all_texts_finds() -> None:
+    dice = random.Random(0)
+    for _ in range(300):
+        texts = [[dice.randrange(2) for _ in range(dice.randrange(1, 9))] for _ in range(6)]
+        read = [dice.randrange(len(text) + 1) for text in texts]
+        states = [SimpleNamespace(slot=i, tokens=text) for i, text in enumerate(texts)]
+        prefixes = Prefixes(SimpleNamespace(target=SimpleNamespace(length=read.__getitem__)), most=6)
+        prefixes._warm, running = states[:4], states[4:]
+        prompt = [dice.randrange(2) for _ in range(dice.randrange(1, 9))]
+        most = [
+            max(n for n in range(min(read[i], len(prompt) - 1) + 1) if texts[i][:n] == prompt[:n])
+            for i in (3, 2, 1, 0, 4, 5)
+        ]
+        found = prefixes.longest(prompt, running)
+        if max(most) == 0:
+            assert found is None
+        else:
+            assert (found.state.slot, found.shared) == ((3, 2, 1, 0, 4, 5)[most.index(max(most))], max(most))
+            assert found.warm == (found.state.slot < 4)
 
 
 def test_plain_decoding_takes_the_slots_of_ended_requests_last() -> None:
