@@ -84,8 +84,8 @@ def _check_memory(request: Request, target: LM) -> None:
     raise InputError(
         f"a prompt of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} pass the {longest} "
         f"tokens for which memory suffices in each of {target.max_slots} slots; give max_new_tokens="
-        f"{longest - len(request.prompt)} or less, or load with fewer max_slots or with max_context={wanted}, with "
-        "which long requests wait for each other"
+        f"{longest - len(request.prompt)} or less, or load with fewer max_slots or max_warm_slots, or with "
+        f"max_context={wanted}, with which long requests wait for each other"
     )
 
 

@@ -129,7 +129,8 @@ def fitting_context(
             return fits
     raise InputError(
         f"the cache of {max_slots} slots of {asked} tokens can come to need {need / 1e9:.2f} GB, and of "
-        f"{free / 1e9:.2f} GB free memory {SHARE:.0%} may be used; lower max_slots or max_context"
+        f"{free / 1e9:.2f} GB free memory {SHARE:.0%} may be used; lower max_slots or max_context, or max_warm_slots "
+        "if you gave it"
     )
 
 
