@@ -267,7 +267,8 @@ class Worker:
     @property
     def _room(self) -> int:
         """Tokens that the cache can hold."""
-        return self._engine.max_slots * self._engine.parts.target.max_context
+        engine = self._engine
+        return (engine.max_slots + engine.max_warm_slots) * engine.parts.target.max_context
 
     def _forget(self, id: str) -> None:
         """Give back the place of a job."""

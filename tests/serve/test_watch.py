@@ -1,12 +1,16 @@
 """The numbers of a service add up to what its outputs say."""
 
+from dataclasses import replace
+
 import pytest
 
 from outrider.core.inputs import InputError
+from outrider.engine.engine import Engine
+from outrider.serve import worker
 from outrider.serve.service import Limits, Speculation
 from outrider.serve.watch import Histogram
 from tests.serve.services import job, made, read, run, until
-from tests.world.models import engine
+from tests.world.models import engine, target
 
 
 def test_numbers_add_up_to_the_outputs():
@@ -51,6 +55,19 @@ def test_numbers_add_up_to_the_outputs():
     assert sum(each.count for each in watch.step_seconds.values()) == sum(watch.steps.values())
     assert 0 < watch.cache_use < 1
     assert (places.in_flight, places.waiting, places.waiting_tokens) == (0, 0, 0)
+
+
+def test_the_share_of_the_cache_counts_slots_of_ended_requests(monkeypatch):
+    monkeypatch.setattr(worker, "REFRESH", -1)
+    parts = replace(engine("none").parts, target=target(max_slots=4, max_context=40))
+
+    async def work(service):
+        for i in range(4):
+            await made(service, job(str(i), [3 + i] * 30, most=4))
+        return service.watch.cache_use
+
+    # The newest token of a text is in no cache.
+    assert run(Engine(parts, max_slots=1, max_warm_slots=3), work) == 4 * 33 / (4 * 40)
 
 
 def test_histograms_count_by_upper_bounds():
