@@ -52,9 +52,7 @@ class Setup:
         max_context: Longest context in tokens. By default the model's own limit, or less if memory is short.
         max_prefill_tokens: Most prompt tokens that one step prefills, over all requests. By default 2,048, and 512 on
             CPUs while other requests decode.
-        max_warm_slots: Slots beside those of `max_slots` that keep the cache of ended requests alone, for prompts that
-            begin alike, such as the next turn of a chat. By default 0: ended requests keep their slots until others
-            need them.
+        max_warm_slots: Slots beside `max_slots` for ended requests alone, such as chats that go on. By default 0.
         max_warm_tokens: Most tokens of ended requests, over all slots, that stay in the cache for prompts that begin
             alike; the least recently used ones leave first. By default as many as the slots hold.
         device: `cpu`, `cuda`, `cuda:1`. By default the GPU if there is one.
