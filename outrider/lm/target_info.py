@@ -84,7 +84,7 @@ class TargetInfo:
         """What a drafter may know of a target.
 
         Args:
-            max_slots: Most requests at once; by default as many as the target's slots.
+            max_slots: Most slots in use at once; by default as many as the target has.
         """
         known = cls(
             tokenizer=tokenizer,
