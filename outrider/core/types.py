@@ -143,7 +143,7 @@ class Request:
             tokens as well. Its prompt is prefilled without a reused beginning.
         priority: Of waiting requests, those with the lowest number get slots first.
         max_draft_tokens: Deepest draft of a step; 0 drafts nothing; None leaves it to the length policy.
-        max_draft_context: Longest context, in tokens, in which the request drafts; None: any length.
+        max_draft_context: Longest context, in tokens, behind which a token is drafted; None: any length.
         repeats: Whether drafts must not depend on other requests, so that drawn tokens depend on the seed alone, up to
             roundings. The engine sets it for requests that come with a seed, unless its verifier draws what no draft
             changes.

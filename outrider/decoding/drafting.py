@@ -39,13 +39,16 @@ def taps(states: Sequence[Running]) -> tuple[int, ...]:
 def room(parts: Parts, state: Running, left: int) -> int:
     """Deepest draft that fits a request that may draft at most `left` more tokens; 0 is a plain step.
 
+    Every limit that grows tighter along the text bounds where a draft ends, not where it begins. So the next draft
+    reaches as far as this one, and a verifier that carries a change of the rows into the next step has all of it there.
+
     A drafter that reads hidden states cannot guess before it has seen those of all tokens but the anchor. So the first
     step of a request is a plain one. That holds even if a reused slot already has these states, because the draws of a
     request must not depend on other requests.
     """
     drafter, request, num_read = drafter_of(state), state.request, len(state.tokens) - 1
-    if request.max_draft_context is not None and len(state.tokens) > request.max_draft_context:
-        return 0
+    if request.max_draft_context is not None:
+        left = min(left, request.max_draft_context - num_read)
     if request.max_draft_tokens is not None:
         left = min(left, request.max_draft_tokens)
     if drafter.taps and (state.num_steps == 0 or parts.target.length(state.slot) < num_read):

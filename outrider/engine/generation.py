@@ -33,7 +33,7 @@ class Generation:
         include_stop: Let the text end behind the stop string that ends it, and not before.
         priority: Of waiting requests, those with the lowest number get slots first.
         max_draft_tokens: Deepest draft of a step; 0 drafts nothing; by default what the length policy chooses.
-        max_draft_context: Longest context, in tokens, in which to draft; by default any length.
+        max_draft_context: Longest context, in tokens, behind which a token is drafted; by default any length.
         prediction: Token ids that the output may repeat, such as a text that is to be edited. The drafters `ngram` and
             `suffix` draft them; other drafters do not read them. They do not change the output's law.
         ignore_eos: Continue after the model's own end tokens and stop strings.

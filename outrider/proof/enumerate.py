@@ -270,6 +270,7 @@ def law(
     horizon: int | None = None,
     constraint: Constraint | None = None,
     prefilled: bool = True,
+    max_draft_context: int | None = None,
 ) -> Law:
     """Enumerate `num_steps` steps of the production loop on tabular language models.
 
@@ -281,8 +282,9 @@ def law(
         horizon: Number of tokens to compare. Outputs of this length are not walked further.
         constraint: Which tokens may come next.
         prefilled: Whether tokens before the anchor are prefilled before a step, or by the step.
+        max_draft_context: Of the request.
     """
-    request = replace(_request(prompt, sampling), constraint=constraint)
+    request = replace(_request(prompt, sampling), constraint=constraint, max_draft_context=max_draft_context)
     worlds: dict[_Before, float] = {_Before(output=(), length=parts.length.open(), carried=None): 1.0}
     accepted = 0.0
     for _ in range(num_steps):

@@ -52,7 +52,8 @@ def _behind_tokens(parts: Parts) -> float:
         return max(found.error for found in joint_law(small, [prompt, prompt[::-1]], num_steps=2 if chosen else 1))
     small = _on_tables(parts, 3, depth=2 if parts.tree.structure in SMALL else 4)
     if isinstance(parts.verifier, Carrying):
-        return law(small, PROMPT, 3, horizon=3).error
+        limits = (None, len(PROMPT) + 1)
+        return max(law(small, PROMPT, 3, horizon=3, max_draft_context=limit).error for limit in limits)
     return law(small, PROMPT, 1).error
 
 

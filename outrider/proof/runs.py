@@ -124,7 +124,7 @@ def law_of_runs(engine: Engine, requests: Sequence[Request], rows: Sequence[Row]
         num_runs=num_runs,
         drafted=drafted,
         accepted=accepted,
-        error=_error(outputs, [_plain(request, row) for request, row in zip(requests, rows, strict=True)]),
+        error=_error(outputs, [_plain(engine, request, row) for request, row in zip(requests, rows, strict=True)]),
     )
 
 
@@ -140,15 +140,24 @@ def plain_rows(model: PreTrainedModel, prompt: Sequence[int], temperature: float
     return row
 
 
-def _plain(request: Request, row: Row) -> dict[tuple[int, ...], float]:
+def _plain(engine: Engine, request: Request, row: Row) -> dict[tuple[int, ...], float]:
     """The law of one request's whole output."""
     found: dict[tuple[int, ...], float] = {}
     going: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(request.max_new_tokens):
         longer = {(*o, t): mass * p for o, mass in going.items() for t, p in enumerate(row(o).tolist()) if p}
-        found |= {output: mass for output, mass in longer.items() if output[-1] in request.eos_ids}
-        going = {output: mass for output, mass in longer.items() if output[-1] not in request.eos_ids}
+        ended = {output for output in longer if _ends(engine, request, output)}
+        found |= {output: longer[output] for output in ended}
+        going = {output: mass for output, mass in longer.items() if output not in ended}
     return found | going
+
+
+def _ends(engine: Engine, request: Request, output: tuple[int, ...]) -> bool:
+    """Whether plain decoding ends with this output, by an end token, by `ends` or by a stop string."""
+    if output[-1] in request.eos_ids or (request.ends is not None and request.ends(output)):
+        return True
+    text = "" if engine.tokenizer is None or not request.stop else str(engine.tokenizer.decode(list(output)))
+    return any(stop in text for stop in request.stop)
 
 
 def _error(

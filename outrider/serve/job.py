@@ -16,7 +16,7 @@ class Speculation:
         drafter: The name of a drafter of the server's list.
         verifier: The name of the server's verifier. All requests of a step share one, so another name is refused.
         tree: The name of the server's tree, likewise.
-        max_context: Longest context, in tokens, in which the request drafts.
+        max_context: Longest context, in tokens, behind which a token is drafted.
     """
 
     enabled: bool | None = None

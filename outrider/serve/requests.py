@@ -60,7 +60,7 @@ class StructuredOutputs(Body):
 class SpeculationBody(Body):
     """Speculation of this request; what is not given is as the server was started.
 
-    `enabled` false, or `max_tokens` 0, drafts nothing. `max_context`: no drafts above so many tokens of context.
+    `enabled` false, or `max_tokens` 0, drafts nothing. `max_context`: no token is drafted behind more tokens.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
