@@ -27,8 +27,8 @@ class ExportOptions:
         to: The engine: vllm, sglang, llama.cpp, openvino or transformers.
         out: The folder that is written; it must be new or empty.
         target: Directory or hub id of the target. By default the one that ships with Outrider.
-        drafter: The drafter, as `name:path=...` or its folder; with --dry-run its name, such as eagle3. By default the
-            draft model that ships with Outrider.
+        drafter: The drafter, as `name:path=...` or its folder; with --dry-run its name, such as eagle3. By default
+            `suffix`, and without a target the draft model that ships with Outrider.
         plan: A file with what `outrider plan --json` printed: draft lengths by batch size, and what is lost.
         verifier_id: Public name of the target for the written files, such as org/name. By default the target, if it is
             a hub id.
@@ -90,10 +90,8 @@ def export(options: ExportOptions, as_json: bool) -> int:
 
     if options.target is None and options.drafter is None:
         target, drafter = str(EMBEDDED_TARGET), "model" if options.dry_run else str(EMBEDDED_DRAFT)
-    elif options.target is None or options.drafter is None:
-        raise InputError("give --target and --drafter, or neither for the pair that ships with Outrider")
     else:
-        target, drafter = options.target, options.drafter
+        target, drafter = options.target or str(EMBEDDED_TARGET), options.drafter or "suffix"
     order = Order(
         to=options.to,
         target=target,
@@ -130,6 +128,8 @@ def _python(options: ExportOptions) -> Path | None:
     python = options.vllm_python or options.engine_python
     if options.vllm_python is not None and options.to != "vllm":
         raise InputError(f"--vllm-python goes with --to vllm, got --to {options.to}; give --engine-python")
+    if (options.check or options.check_url is not None) and not options.measure:
+        raise InputError("the smoke test compares what was measured here; leave out --no-measure")
     if options.check_url is not None:
         # The smoke test then needs Python alone.
         return Path(sys.executable)
@@ -137,11 +137,6 @@ def _python(options: ExportOptions) -> Path | None:
         return None
     if options.to in SERVERS:
         raise InputError(f"{options.to} is checked by its server; start it, and give --check-url with its address")
-    if options.to == "openvino":
-        raise InputError(
-            "OpenVINO reads files of its own; leave out --check, and run launch.sh in its environment: it makes them "
-            "and runs the smoke test"
-        )
     if python is None:
         name = "--vllm-python" if options.to == "vllm" else "--engine-python"
         raise InputError(f"--check runs in {options.to}'s environment; give its Python with {name}")

@@ -11,12 +11,13 @@ from typing import Any
 from outrider.core import files
 from outrider.core.destination import check_free, locked
 from outrider.core.inputs import InputError
+from outrider.drafters.traits import Traits
 from outrider.handoff.engines import KNOWN
 from outrider.handoff.handed import Handed
 from outrider.handoff.lengths import PlanFile
 from outrider.handoff.losses import predicted
 from outrider.handoff.order import Order, is_local
-from outrider.handoff.smoke import EXPECTED, engine_of, expected, scripts
+from outrider.handoff.smoke import CHECK, EXPECTED, engine_of, expected, scripts
 from outrider.handoff.source import DEPTH, Source, open_source
 from outrider.heads.head import Head
 from outrider.integrate.generate import write_custom_generate
@@ -117,6 +118,7 @@ def handed_over(order: Order, source: Source, plan: PlanFile | None) -> Handed:
         fixed=_is_fixed(source.head),
         first_steps=first_steps,
         has_files=source.exports.has_files,
+        draws=Traits.of(source.kind).rows == "sampled",
         same_vocabulary=source.same_vocabulary,
     )
 
@@ -147,7 +149,7 @@ def _filled(order: Order, source: Source, handed: Handed, plan: PlanFile | None,
     command = list(KNOWN[order.to].launch(handed))
     found = Exported(order=order, handed=handed, command=command, losses=losses, expected=told)
     written = {
-        **scripts(order.to),
+        **scripts(order.to, measured=engine is not None),
         EXPECTED: json.dumps(told) + "\n",
         LAUNCH: "\n".join(command) + "\n",
         README: readme(found),
@@ -256,16 +258,22 @@ def readme(found: Exported) -> str:
         *found.command[1:],
         "```",
         "",
-        f"`sh {LAUNCH}` runs this. Arguments behind it go to the engine.",
+        f"`sh {LAUNCH}` runs this. {engine.behind}",
         "",
-        "## Check",
+        "## Use",
         "",
-        f"`python check.py --target TARGET`, in the environment of {engine.title}, compares tokens and tokens per step "
-        f"with `{EXPECTED}`. `--url` asks a server that runs.",
+        f"```{engine.language}",
+        *engine.use(handed),
+        "```",
         "",
     ]
     if "tokens_per_step" in expected:
         lines += [
+            "## Check",
+            "",
+            f"`python {CHECK} --target TARGET`, in the environment of {engine.title}, compares tokens and tokens per "
+            f"step with `{EXPECTED}`." + (" `--url` asks a server that runs." if engine.serves else ""),
+            "",
             f"Outrider measured {expected['tokens_per_step']:.2f} tokens per step at temperature 0 with drafts of "
             f"{handed.length} tokens; {expected['acceptance_rate']:.0%} of the draft tokens were accepted.",
             "",

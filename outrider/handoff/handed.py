@@ -27,6 +27,7 @@ class Handed:
         first_steps: Of a head with specialists, the draft steps that the first one has learnt, if the engine runs that
             one alone.
         has_files: Whether weights lie in the folder.
+        draws: Whether Outrider draws its drafts above temperature 0, instead of proposing tokens.
         same_vocabulary: Whether the draft model has as many tokens as the target.
     """
 
@@ -41,6 +42,7 @@ class Handed:
     fixed: bool = False
     first_steps: int | None = None
     has_files: bool = True
+    draws: bool = True
     same_vocabulary: bool = True
 
     @property

@@ -29,9 +29,8 @@ def predicted(order: Order, handed: Handed, engine: Engine | None) -> Sequence[s
     if handed.method == "custom_generate":
         return []
     tree = KNOWN[order.to].tree(handed)
-    unknown = "Drafts that branch become chains. Its price is unknown; `outrider plan --json` tells it, for --plan."
     if engine is None:
-        return [] if tree else [unknown]
+        return []
     drafter = engine.parts.drafter
     found = record(
         engine,
@@ -61,7 +60,7 @@ def predicted(order: Order, handed: Handed, engine: Engine | None) -> Sequence[s
             f"step, with {sum(way.widths)} nodes"
         )
     where = f"predicted at temperature 1 for drafts of {handed.length} tokens on {len(found.texts)} short texts"
-    return [f"{line}; {where}." for line in lines] or ([] if tree else [unknown])
+    return [f"{line}; {where}." for line in lines]
 
 
 def _rate(found: Record, way: Way) -> float:

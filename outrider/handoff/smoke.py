@@ -104,13 +104,17 @@ def options_of(order: Order, handed: Handed) -> Mapping[str, Any]:
     return {}
 
 
-def scripts(to: str) -> dict[str, str]:
-    """The programs that run in the engine's environment, by the names of their files."""
+def scripts(to: str, *, measured: bool) -> dict[str, str]:
+    """The programs that run in the engine's environment, by the names of their files.
+
+    Args:
+        measured: Whether there is anything to compare. Without it, only what starts the engine is needed.
+    """
+    names = {CHECK: "check.py"} if measured else {}
+    if measured or not KNOWN[to].serves:
+        names[ENGINE] = KNOWN[to].check
     place = files("outrider.handoff.checks")
-    return {
-        CHECK: place.joinpath("check.py").read_text(encoding="utf-8"),
-        ENGINE: place.joinpath(KNOWN[to].check).read_text(encoding="utf-8"),
-    }
+    return {name: place.joinpath(source).read_text(encoding="utf-8") for name, source in names.items()}
 
 
 def run_check(folder: Path, python: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -19,7 +19,7 @@ from outrider.core.types import InputError
 from outrider.drafters.exports import ENGINES
 from outrider.drafters.traits import exports_of
 from outrider.handoff import smoke
-from outrider.handoff.checks import check
+from outrider.handoff.checks import check, openvino
 from outrider.handoff.export import LAUNCH, export
 from outrider.handoff.order import Order
 from outrider.heads.parts.block_exports import exported_config
@@ -318,7 +318,7 @@ def test_the_launch_of_vllm_says_every_key(target, heads, tmp_path):
         "draft_sample_method": "probabilistic",
     }
     assert ': "${TARGET:?' in script
-    assert any("chains" in line for line in found.losses)
+    assert any("rejection_sample_method" in line for line in found.losses)
 
 
 def test_layers_of_the_target_itself_need_no_files(target, tmp_path):
@@ -427,7 +427,8 @@ def test_the_smoke_test_runs_where_outrider_is_not_installed(measured, tmp_path)
         (("--to", "vllm", "--drafter", "egle", "--dry-run"), "did you mean 'eagle'"),
         (("--to", "vllm", "--drafter", "medusa", "--dry-run", "--check"), "give its Python with --vllm-python"),
         (("--to", "sglang", "--drafter", "eagle3", "--vllm-python", "python"), "--vllm-python goes with --to vllm"),
-        (("--to", "openvino", "--drafter", "eagle3", "--check"), "launch.sh in its environment"),
+        (("--to", "openvino", "--drafter", "eagle3", "--check"), "give its Python with --engine-python"),
+        (("--to", "vllm", "--drafter", "suffix", "--no-measure", "--check-url", "x"), "leave out --no-measure"),
         (("--to", "vllm", "--drafter", "medusa", "--dry-run", "--verifier-id", "/models/x"), "a public name"),
     ],
 )
@@ -452,6 +453,57 @@ def test_the_command_prints_for_people_and_for_programs(target, tmp_path, monkey
     assert "with weights drawn at random" in out
     assert 'TARGET="${TARGET:-org/target}"' in out
     assert "what is lost:" in out
+
+
+def test_with_only_a_target_the_drafter_is_suffix_which_draws_nothing_and_does_not_branch(
+    target, tmp_path, monkeypatch, capsys
+):
+    where = ("--target", str(target), "--out", str(tmp_path / "out"), "--no-measure", "--json")
+    status, out, err = run(monkeypatch, capsys, "export", "--to", "vllm", *where)
+    assert status == 0, err
+    found = json.loads(out)
+    assert (found["drafter"], found["method"]) == ("suffix", "suffix")
+    told = " ".join(found["losses"])
+    assert "drawn drafts" not in told
+    assert "branch" not in told
+    assert not (tmp_path / "out" / smoke.CHECK).exists()
+
+
+@pytest.mark.parametrize("engine", ["openvino", "transformers"])
+def test_what_starts_an_engine_without_a_server_answers_a_prompt(engine, target, tmp_path):
+    llama(num_layers=1).float().save_pretrained(tmp_path / "draft")
+    draft = f"model:path={tmp_path / 'draft'}"
+    export(ordered(engine, target, draft, tmp_path / "out", verifier_id="org/target"))
+    assert (tmp_path / "out" / LAUNCH).read_text().splitlines()[-1].startswith('exec python "$HERE/engine.py"')
+    assert (tmp_path / "out" / smoke.ENGINE).is_file()
+    page = (tmp_path / "out" / "README.md").read_text()
+    assert "--prompt TEXT" in page
+    assert {"openvino": "genai.LLMPipeline(", "transformers": "model.generate(**inputs"}[engine] in page
+
+
+def test_the_check_in_transformers_reads_prompts_that_hold_the_pad_token(target, tmp_path):
+    """Every prompt of a chat may hold it."""
+    place, out = tmp_path / "target", tmp_path / "out"
+    shutil.copytree(target, place)
+    llama(num_layers=1).float().save_pretrained(tmp_path / "draft")
+    order = ordered("transformers", place, f"model:path={tmp_path / 'draft'}", out, measure=True, prompts=2)
+    export(replace(order, new_tokens=6))
+    expected = json.loads((out / smoke.EXPECTED).read_text())
+    pad = expected["prompts"][0][3]
+    (place / "generation_config.json").write_text(json.dumps({"pad_token_id": pad, "eos_token_id": VOCAB - 1}))
+    done = smoke.run_check(out, Path(sys.executable), ["--target", str(place)])
+    assert (done.returncode, "2 of 2 outputs" in done.stdout) == (0, True), done.stdout
+
+
+def test_openvino_gets_the_names_that_older_versions_of_transformers_read(target, tmp_path):
+    place = tmp_path / "target"
+    shutil.copytree(target, place)
+    (place / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+    copy = Path(openvino.readable(str(place), tmp_path / "copy"))
+    here, there = (json.loads((each / "config.json").read_text()) for each in (place, copy))
+    assert there["rope_theta"] == here["rope_parameters"]["rope_theta"]
+    assert json.loads((copy / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert load_file(copy / "model.safetensors").keys() == load_file(place / "model.safetensors").keys()
 
 
 def test_a_head_of_another_target_and_a_folder_in_use_are_refused(target, heads, tmp_path):

@@ -1,22 +1,37 @@
-"""Decodes prompts with transformers: with an assistant model, or with the code in `custom_generate`."""
+"""Decodes with transformers: with an assistant model, or with the code in `custom_generate`.
 
+`python engine.py --target TARGET --prompt TEXT` answers a prompt.
+"""
+
+import argparse
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+
+def loaded(expected: Mapping[str, Any], target: str) -> tuple[Any, dict[str, Any]]:
+    """The target, and the arguments of its `generate` that make it draft."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, expected["dtype"])
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
+    if expected["method"] == "assistant_model":
+        return model, {"assistant_model": AutoModelForCausalLM.from_pretrained(HERE, dtype=dtype)}
+    options: dict[str, Any] = {"custom_generate": str(HERE), "trust_remote_code": True}
+    if expected["engine_options"]:
+        options["drafter"] = expected["engine_options"]["drafter"].replace("$HERE", str(HERE))
+    return model, options
 
 
 def decode(expected: Mapping[str, Any], target: str, url: str | None) -> Mapping[str, Any]:
     """The tokens of each prompt, and in how many forwards of the target they were said."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    here, dtype = str(Path(__file__).resolve().parent), getattr(torch, expected["dtype"])
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
-    options: dict[str, Any] = {"custom_generate": here, "trust_remote_code": True}
-    if expected["method"] == "assistant_model":
-        options = {"assistant_model": AutoModelForCausalLM.from_pretrained(here, dtype=dtype)}
-    elif expected["engine_options"]:
-        options["drafter"] = expected["engine_options"]["drafter"].replace("$HERE", here)
+    model, options = loaded(expected, target)
     model.generation_config.eos_token_id = None
     forwards, tokens = 0, list[list[int]]()
 
@@ -27,7 +42,40 @@ def decode(expected: Mapping[str, Any], target: str, url: str | None) -> Mapping
     model.get_input_embeddings().register_forward_hook(count)
     for prompt in expected["prompts"]:
         ids = torch.tensor([prompt])
-        made = model.generate(ids, max_new_tokens=expected["new_tokens"], do_sample=False, **options)
+        # A prompt may hold the pad token, and without a mask generate takes that for padding.
+        made = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=expected["new_tokens"],
+            do_sample=False,
+            **options,
+        )
         tokens.append(made[0, len(prompt) :].tolist())
     counted = forwards if expected["method"] == "assistant_model" else None
     return {"tokens": tokens, "steps": counted}
+
+
+def answer(target: str, prompt: str, new_tokens: int) -> str:
+    """What the target says to a prompt, as a chat where it has a template."""
+    from transformers import AutoTokenizer
+
+    expected = json.loads((HERE / "expected.json").read_text(encoding="utf-8"))
+    model, options = loaded(expected, target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    made = model.generate(**inputs, max_new_tokens=new_tokens, **options)
+    said: str = tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return said
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Answer a prompt with transformers and the drafter in this folder.")
+    parser.add_argument("--target", required=True, help="The target's hub id or folder.")
+    parser.add_argument("--prompt", default="Hello")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    given = parser.parse_args()
+    print(answer(given.target, given.prompt, given.new_tokens))

@@ -13,15 +13,37 @@ class Engine:
     Attributes:
         title: Its name in sentences.
         launch: The lines of the script that starts it.
+        use: What asks the started engine, or decodes with the files in a program of one's own.
+        language: Of `use`.
         losses: What is lost there, a sentence each.
         check: The file in `outrider/handoff/checks` that decodes with it.
         digests_first: Whether the prompt's own forward says the first token, without a draft.
+        serves: Whether the script starts a server.
         tree: Whether it verifies drafts that branch, for drafters of this method.
     """
 
     title: str
     launch: Callable[[Handed], Sequence[str]]
+    use: Callable[[Handed], Sequence[str]]
     losses: Callable[[Handed], Sequence[str]]
     check: str
+    language: str = "sh"
+    serves: bool = True
     digests_first: bool = True
     tree: Callable[[Handed], bool] = lambda handed: False
+
+    @property
+    def behind(self) -> str:
+        """What arguments behind the script are."""
+        if self.serves:
+            return "Arguments behind it go to the engine."
+        return "It answers a prompt: `--prompt TEXT`, `--new-tokens N`."
+
+
+def asked(port: int) -> Callable[[Handed], Sequence[str]]:
+    """A request to a server of OpenAI's API on this machine."""
+    body = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}'
+    return lambda handed: [
+        f"curl http://127.0.0.1:{port}/v1/chat/completions -H 'Content-Type: application/json' \\",
+        f"  -d '{body}'",
+    ]

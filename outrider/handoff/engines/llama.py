@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from outrider.handoff.engines.engine import Engine
+from outrider.handoff.engines.engine import Engine, asked
 from outrider.handoff.handed import Handed
 
 SIZES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -54,4 +54,4 @@ def losses(handed: Handed) -> Sequence[str]:
     return found
 
 
-ENGINE = Engine(title="llama.cpp", launch=launch, losses=losses, check="llama.py")
+ENGINE = Engine(title="llama.cpp", launch=launch, use=asked(8080), losses=losses, check="llama.py")

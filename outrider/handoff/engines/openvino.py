@@ -5,21 +5,20 @@ from collections.abc import Sequence
 from outrider.handoff.engines.engine import Engine
 from outrider.handoff.handed import Handed
 
-SIZES = {"float32": "fp32", "bfloat16": "fp32", "float16": "fp16"}
-"""Its names of dtypes. It has none for bfloat16, whose numbers float32 holds exactly."""
-
 
 def launch(handed: Handed) -> Sequence[str]:
-    """Convert both models where that was not done, then decode what the smoke test has."""
-    size = f"--weight-format {SIZES.get(handed.dtype, 'fp16')}"
-    export = f"optimum-cli export openvino --task text-generation-with-past {size}"
-    # A head is code of its own for transformers.
-    trusted = "" if handed.method == "draft_model" else " --trust-remote-code"
+    """Convert both models where that was not done, then answer a prompt."""
+    return [*handed.heading, 'exec python "$HERE/engine.py" --target "$TARGET" "$@"']
+
+
+def use(handed: Handed) -> Sequence[str]:
+    """A pipeline over the files that the script has made."""
     return [
-        *handed.heading,
-        f'[ -d "$HERE/target-openvino" ] || {export} --model "$TARGET" "$HERE/target-openvino"',
-        f'[ -d "$HERE/draft-openvino" ] || {export}{trusted} --model "$HERE" "$HERE/draft-openvino"',
-        'exec python "$HERE/check.py" --target "$HERE/target-openvino" "$@"',
+        "import openvino_genai as genai",
+        "",
+        'draft = genai.draft_model("draft-openvino", "CPU")',
+        'pipeline = genai.LLMPipeline("target-openvino", "CPU", draft_model=draft)',
+        f'print(pipeline.generate("Hello", max_new_tokens=64, num_assistant_tokens={handed.length}))',
     ]
 
 
@@ -29,6 +28,11 @@ def losses(handed: Handed) -> Sequence[str]:
         "Drafts are greedy, and the verifier follows the draft while the target draws the same tokens. Above "
         "temperature 0 fewer draft tokens are accepted than with Outrider's drawn drafts."
     ]
+    if handed.dtype == "bfloat16":
+        found.append(
+            "optimum writes no bfloat16, so the weights become float16: those below 0.00006 lose bits, all others are "
+            "the same numbers."
+        )
     if handed.method == "eagle3":
         found.append(
             "The pipeline drafts a chain of num_assistant_tokens tokens, or a greedy tree with branching_factor and "
@@ -42,7 +46,10 @@ def losses(handed: Handed) -> Sequence[str]:
 ENGINE = Engine(
     title="OpenVINO GenAI",
     launch=launch,
+    use=use,
+    language="py",
     losses=losses,
     check="openvino.py",
+    serves=False,
     tree=lambda handed: handed.method == "eagle3",
 )

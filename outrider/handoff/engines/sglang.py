@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from outrider.handoff.engines.engine import Engine
+from outrider.handoff.engines.engine import Engine, asked
 from outrider.handoff.handed import Handed
 from outrider.plan.exports import sglang_flags
 
@@ -41,5 +41,10 @@ def losses(handed: Handed) -> Sequence[str]:
 
 
 ENGINE = Engine(
-    title="SGLang", launch=launch, losses=losses, check="sglang.py", tree=lambda handed: handed.method in TREES
+    title="SGLang",
+    launch=launch,
+    use=asked(30000),
+    losses=losses,
+    check="sglang.py",
+    tree=lambda handed: handed.method in TREES,
 )

@@ -7,8 +7,28 @@ from outrider.handoff.handed import Handed
 
 
 def launch(handed: Handed) -> Sequence[str]:
-    """What decodes the prompts of the smoke test."""
-    return [*handed.heading, 'exec python "$HERE/check.py" --target "$TARGET" "$@"']
+    """Answer a prompt."""
+    return [*handed.heading, 'exec python "$HERE/engine.py" --target "$TARGET" "$@"']
+
+
+def use(handed: Handed) -> Sequence[str]:
+    """A call of `generate` that drafts."""
+    folder = '"path/to/this/folder"'
+    if handed.method == "assistant_model":
+        drafts = f"assistant_model=AutoModelForCausalLM.from_pretrained({folder})"
+    else:
+        drafter = f'"{handed.name}:path=path/to/this/folder"' if handed.has_files else f'"{handed.name}"'
+        drafts = f"custom_generate={folder}, trust_remote_code=True, drafter={drafter}"
+    target = handed.target or "path/to/target"
+    return [
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("{target}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{target}")',
+        'inputs = tokenizer("Once upon a time", return_tensors="pt")',
+        f"output = model.generate(**inputs, max_new_tokens=64, {drafts})",
+        "print(tokenizer.decode(output[0]))",
+    ]
 
 
 def losses(handed: Handed) -> Sequence[str]:
@@ -24,8 +44,11 @@ def losses(handed: Handed) -> Sequence[str]:
 ENGINE = Engine(
     title="transformers",
     launch=launch,
+    use=use,
+    language="py",
     losses=losses,
     check="transformers.py",
+    serves=False,
     digests_first=False,
     tree=lambda handed: handed.method == "custom_generate",
 )

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from outrider.handoff.engines.engine import Engine
+from outrider.handoff.engines.engine import Engine, asked
 from outrider.handoff.handed import Handed
 from outrider.plan.exports import batch_table
 
@@ -27,7 +27,7 @@ def losses(handed: Handed) -> Sequence[str]:
         "model runner alone has it: set rejection_sample_method to block there. The older runner takes block for "
         "standard without a word, and then drafts greedily."
     ]
-    if handed.speculative()["draft_sample_method"] == "greedy":
+    if handed.draws and handed.speculative()["draft_sample_method"] == "greedy":
         found.append(
             "Drafts are greedy there. Above temperature 0, fewer draft tokens are accepted than with Outrider's drawn "
             "drafts. The outputs keep their law."
@@ -49,4 +49,4 @@ def losses(handed: Handed) -> Sequence[str]:
     return found
 
 
-ENGINE = Engine(title="vLLM", launch=launch, losses=losses, check="vllm.py")
+ENGINE = Engine(title="vLLM", launch=launch, use=asked(8000), losses=losses, check="vllm.py")
