@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from outrider.core import files
 from outrider.core.destination import check_free
 from outrider.core.types import InputError
+from outrider.lm.hf.tokenizer_files import write_tokenizer
 
 RECORD = "surgery.json"
 """The file that says how a model was cut."""
@@ -31,7 +32,7 @@ def write(
             fresh.mkdir()
             model.save_pretrained(fresh)
             if tokenizer is not None:
-                tokenizer.save_pretrained(fresh)
+                write_tokenizer(tokenizer, fresh)
             (fresh / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
             # Another program may have written there meanwhile.
             check_free(folder)

@@ -31,6 +31,7 @@ from outrider.learning.top_rows import TopRows
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_and_head
 from outrider.lm.hf.open import logit_width, open_config, open_model, open_tokenizer
+from outrider.lm.hf.tokenizer_files import write_tokenizer
 from outrider.training.loop.watch import windows
 from outrider.training.on_policy import Sampler
 from outrider.training.positions import Positions, positions_of
@@ -240,7 +241,7 @@ class Distilled(Learner):
         """Write a plain transformers directory."""
         write_model(self.model, folder, self.dtype)
         if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
+            write_tokenizer(self.tokenizer, folder)
 
     def _target_rows(
         self, batch: Batch, places: tuple[Tensor, Tensor]
