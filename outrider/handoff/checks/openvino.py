@@ -40,8 +40,8 @@ def converted(source: str, out: Path, expected: Mapping[str, Any], *, trusted: b
 
 
 def readable(source: str, copy: Path) -> str:
-    """A model as older versions of transformers read it: a folder with the same files, and with the keys of the rotation
-    and the class of the tokenizer by their old names. A hub id stays as it is.
+    """A model as older versions of transformers read it: a folder with the same files, and with the old names of the
+    keys of the rotation and of the tokenizer's class. A hub id stays as it is.
     """
     if not Path(source).is_dir():
         return source
