@@ -127,7 +127,7 @@ class HeadLM(SlottedLM):
     Args:
         module: The head, on one device.
         max_slots: Most slots at once.
-        max_context: Most tokens of one slot.
+        max_context: Most tokens of one slot; fewer if memory is short.
         forward: How its forwards run: `eager`; `packed`, with linear layers laid out for the CPU's kernels, see
             `packed`; `compiled` from libraries on disk on a CPU, see `head_package`; `replayed` as CUDA graphs on a
             GPU, see `replayed`. With `packed` and `compiled` the weights must not change afterwards.
@@ -160,8 +160,8 @@ class HeadLM(SlottedLM):
         self._slots = Slots.fitting(
             probe.layers,
             max_slots=max_slots,
-            max_context=max_context,
-            limit=None,
+            max_context=None,
+            limit=max_context,
             device=self.device,
             num_rows=2 if forward == "compiled" else 1,
         )

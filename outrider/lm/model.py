@@ -283,16 +283,12 @@ class LanguageModel(SlottedLM):
         return load_mtp(self.model, path)
 
     def cast(self, dtype: torch.dtype) -> "LanguageModel":
-        """A copy in another dtype, uncompiled. Returns itself if it already has that dtype or is quantised."""
+        """A copy in another dtype, uncompiled, with as long a context as the model and the memory allow. Returns itself
+        if it already has that dtype or is quantised.
+        """
         if self.dtype in (dtype, torch.float64) or getattr(self.model, "is_quantized", False):
             return self
-        return LanguageModel(
-            copy.deepcopy(self.model).to(dtype),
-            max_slots=self.max_slots,
-            max_context=self.max_context,
-            vocab_size=self.vocab_size,
-            overcommit=self.overcommitted,
-        )
+        return LanguageModel(copy.deepcopy(self.model).to(dtype), max_slots=self.max_slots, vocab_size=self.vocab_size)
 
     def _forward(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
         runs = self._runs(inputs.positions.numel())

@@ -177,16 +177,12 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         return load_mtp(self.model, path)
 
     def cast(self, dtype: torch.dtype) -> "RecurrentModel":
-        """A copy in another dtype. Returns itself if it already has that dtype or is quantised."""
+        """A copy in another dtype, with as long a context as the model and the memory allow. Returns itself if it
+        already has that dtype or is quantised.
+        """
         if self.dtype in (dtype, torch.float64) or getattr(self.model, "is_quantized", False):
             return self
-        return RecurrentModel(
-            copy.deepcopy(self.model).to(dtype),
-            max_slots=self.max_slots,
-            max_context=self.max_context,
-            vocab_size=self.vocab_size,
-            overcommit=self.overcommitted,
-        )
+        return RecurrentModel(copy.deepcopy(self.model).to(dtype), max_slots=self.max_slots, vocab_size=self.vocab_size)
 
     @property
     def num_bytes(self) -> int:

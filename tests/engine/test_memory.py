@@ -150,3 +150,12 @@ def test_recurrent_models_share_memory_too(monkeypatch) -> None:
     assert lm.holds([380])
     assert not lm.holds([380] * 4)
     lm.extend([Segment(slot=lm.open(), tokens=torch.arange(379) % 50, logits="last")])
+
+
+def test_a_copy_in_another_type_has_as_long_a_context_as_memory_allows(monkeypatch) -> None:
+    lm = LanguageModel(llama(context=2048).bfloat16(), max_slots=SLOTS, max_context=2048)
+    assert lm.max_context == 2048
+    monkeypatch.setattr("outrider.lm.slots.budget.free_bytes", lambda device: 35 * 10**5)
+    wide = lm.cast(torch.float32)
+    assert wide.dtype == torch.float32
+    assert 0 < wide.max_context < 2048

@@ -4,12 +4,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from transformers import PreTrainedTokenizerBase
+
 from outrider.bench.workload import choose
 from outrider.bench.workloads.conversation import Conversation
 from outrider.bench.workloads.workload import Workload
 from outrider.core.inputs import InputError
-from outrider.engine.engine import Engine
-from outrider.engine.prompts import Prompt
+from outrider.engine.prompts import Prompt, encode
 
 BETWEEN = "\n\n"
 """What stands between messages where the target has no chat template."""
@@ -20,12 +21,14 @@ class Encoder:
 
     Chat messages go through the target's chat template. Where it has none, they are sent as a text, with an empty line
     between them. Token ids of a trace are taken modulo the vocabulary.
+
+    Args:
+        vocab_size: Size of the target's vocabulary.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.template: str | None = getattr(engine.tokenizer, "chat_template", None)
-        self.device = engine.parts.target.device
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self.template: str | None = getattr(tokenizer, "chat_template", None)
 
     def prompt(self, conversation: Conversation, answers: Sequence[str] = ()) -> list[int]:
         """The prompt of the next answer.
@@ -38,8 +41,18 @@ class Encoder:
             messages = conversation.messages(answers)
             prompt = messages if self.template else BETWEEN.join(str(each["content"]) for each in messages)
         elif isinstance(prompt, tuple):
-            prompt = [token % self._engine.parts.target.vocab_size for token in prompt]
-        return self._engine.encode(prompt)
+            prompt = [token % self._vocab_size for token in prompt]
+        return encode(prompt, self._tokenizer)
+
+    def longest(self, conversation: Conversation, max_new_tokens: int) -> int:
+        """About how many tokens the last prompt of a conversation and its answer have at most.
+
+        Args:
+            max_new_tokens: Most tokens of an answer whose conversation names no number.
+        """
+        # Some chat templates refuse an empty answer.
+        last = self.prompt(conversation, ["a"] * (conversation.num_turns - 1))
+        return len(last) + conversation.num_turns * (conversation.output_tokens or max_new_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

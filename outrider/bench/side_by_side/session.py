@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import outrider
-from outrider.assembly import assemble
+from outrider.assembly import MAX_SLOTS, assemble, completed, tokenizer_of
 from outrider.bench.circumstances import circumstances
 from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder, folder
@@ -31,11 +31,19 @@ from outrider.core.inputs import InputError
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.open import open_config, unwrapped
+from outrider.lm.target_info import UNLIMITED
+from outrider.plan.probe import FAR
 from outrider.setup import Setup
 
 COMMAND = "outrider bench"
 GROUPS = 3
 """A turn with several conversations at once plays so many times as many, so that slots are filled again."""
+LEAST_CONTEXT = 2 * FAR
+"""Fewest tokens of the context: the costs of steps are timed in half of it."""
+MARGIN = 64
+"""Tokens of the context beyond the longest prompt and its answer, for drafts at its end."""
 WARM_TOKENS = 32
 """Most tokens of an answer of the warm-up."""
 
@@ -120,6 +128,7 @@ class Measurement:
         left_out: What else is left out, with the reason.
         rows: One for each turn.
         made: Under what the first row came about.
+        device: Where the target is.
     """
 
     plan: Plan
@@ -133,6 +142,7 @@ class Measurement:
     left_out: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     made: Mapping[str, Any] = field(default_factory=dict)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 def measure(
@@ -153,15 +163,23 @@ def measure(
     workload = read_workload(plan.workload, plan.units)
     for load in plan.loads:
         load.times(workload.conversations)
-    first = assemble(shared_setup(plan))
-    encoder = Encoder(first)
-    generation = settled(plan, first)
-    room = first.parts.target.max_context - 1
-    asked = ask(workload, encoder, count=plan.num_prompts, room=room - generation.max_new_tokens, seed=plan.seed)
+    max_new_tokens = plan.generation.max_new_tokens
+    encoder, limit = encoder_of(plan.setup)
+    asked = ask(workload, encoder, count=plan.num_prompts, room=limit - 1 - max_new_tokens, seed=plan.seed)
+    longest = max(encoder.longest(each, max_new_tokens) for each in asked.conversations)
+    shared = shared_setup(plan, min(limit, max(longest + MARGIN, LEAST_CONTEXT)))
+    first = assemble(shared)
+    generation, room = settled(plan, first), first.parts.target.max_context - 1
     player = Player(encoder=encoder, max_new_tokens=generation.max_new_tokens, room=room)
-    found = Measurement(plan=plan, target=told(plan.setup.target or "embedded"), workload=workload, asked=asked)
+    found = Measurement(
+        plan=plan,
+        target=told(plan.setup.target or "embedded"),
+        workload=workload,
+        asked=asked,
+        device=first.parts.target.device,
+    )
     with folder(plan.out, COMMAND, arguments(found, generation)) as place:
-        engines = checked(plan, first, found, place)
+        engines = checked(plan, shared, first, found, place)
         ways: list[Way] = [
             EngineWay(name=PLAIN, engine=first.plain(), generation=generation, drafts=False, columns=1),
             *(EngineWay(name=name, engine=engine, generation=generation) for name, engine in engines.items()),
@@ -195,10 +213,27 @@ def told(value: object) -> str:
     return str(value) if isinstance(value, str | int | float) else type(value).__name__
 
 
-def shared_setup(plan: Plan) -> Setup:
-    """The base setup, with as many slots as the largest load needs."""
-    wanted = plan.setup
-    return wanted if wanted.max_slots is not None else replace(wanted, max_slots=max(8, plan.concurrency))
+def encoder_of(setup: Setup) -> tuple[Encoder, int]:
+    """What makes token ids for a setup's target, and the longest context that it may have. Loads no weights."""
+    wanted = completed(setup)
+    if isinstance(wanted.target, str):
+        config = open_config(wanted.target, revision=wanted.revision, trust_remote_code=wanted.trust_remote_code)
+    else:
+        config = unwrapped(wanted.target).config
+    anatomy, tokenizer = Anatomy.of(config), tokenizer_of(wanted)
+    width = anatomy.text.vocab_size
+    known = width if tokenizer is None else min(width, max(tokenizer.get_vocab().values()) + 1)
+    return Encoder(tokenizer, wanted.vocab_size or known), wanted.max_context or anatomy.longest_context or UNLIMITED
+
+
+def shared_setup(plan: Plan, context: int) -> Setup:
+    """The base setup, with slots and a context for the workload where it names none.
+
+    Args:
+        context: Tokens that the longest prompt and its answer need.
+    """
+    slots = max([plan.concurrency, *(MAX_SLOTS for load in plan.loads if not isinstance(load, ClosedLoop))])
+    return replace(plan.setup, max_slots=plan.setup.max_slots or slots, max_context=plan.setup.max_context or context)
 
 
 def settled(plan: Plan, engine: Engine) -> Generation:
@@ -245,7 +280,7 @@ def arguments(found: Measurement, generation: Generation) -> dict[str, object]:
     }
 
 
-def checked(plan: Plan, first: Engine, found: Measurement, place: Folder) -> dict[str, Engine]:
+def checked(plan: Plan, shared: Setup, first: Engine, found: Measurement, place: Folder) -> dict[str, Engine]:
     """An engine for each configuration whose parts fit and that passes the gate; the others are noted.
 
     Raises:
@@ -255,7 +290,7 @@ def checked(plan: Plan, first: Engine, found: Measurement, place: Folder) -> dic
     task = place.progress.add_task("lossless?", total=len(plan.configurations))
     for each in plan.configurations:
         try:
-            engines[each.name] = engine_of(plan, each, first)
+            engines[each.name] = engine_of(shared, each, first)
         except InputError as error:
             if not each.swept:
                 raise InputError(f"{each.name}: {error}") from error
@@ -269,11 +304,10 @@ def checked(plan: Plan, first: Engine, found: Measurement, place: Folder) -> dic
     return engines
 
 
-def engine_of(plan: Plan, configuration: Configuration, first: Engine) -> Engine:
+def engine_of(shared: Setup, configuration: Configuration, first: Engine) -> Engine:
     """The engine of a configuration. It shares the first engine's target, and its drafter where both name the same."""
-    base = shared_setup(plan)
-    setup = configuration.setup(base)
-    if setup == base:
+    setup = configuration.setup(shared)
+    if setup == shared:
         return first
     if "forward" in configuration.options:
         return assemble(setup)
@@ -364,9 +398,8 @@ def _row(found: Measurement, player: Player, load: Load, turn: Turn[Way, Group])
     case = f"{way.name}, {load.name}"
     if case in found.left_out:
         return None
-    device = player.encoder.device
     try:
-        with measured(device) as reading:
+        with measured(found.device) as reading:
             played = way.play(player, group.conversations, load, found.plan.seed + turn.round)
     except LeftOut as error:
         found.left_out[case] = str(error)

@@ -94,7 +94,7 @@ def test_another_engine_answers_the_same_tokens_for_as_long(some_of, engine, mon
     # transformers behind a driver stands for an engine of its own.
     behind = replace(scripted("plain"), title="Behind", command=lambda _: transformers_driver.COMMAND)
     monkeypatch.setattr(peers, "OUTSIDE", {"vllm": behind})
-    player = Player(encoder=Encoder(engine), max_new_tokens=TOKENS, room=200)
+    player = Player(encoder=Encoder(engine.tokenizer, engine.parts.target.vocab_size), max_new_tokens=TOKENS, room=200)
     first, second = ({"role": "user", "content": text} for text in ("Hello", "Why?"))
     talk = Conversation(id="a", category="", opening=[first], replies=((second,),))
     with some_of(names=("transformers", "vllm"), pythons={"vllm": Path(sys.executable)}) as made:
@@ -112,7 +112,7 @@ def test_transformers_own_speculation_takes_one_prompt_at_a_time(some_of, engine
     with some_of(names=("assisted",)) as made:
         [lookup] = made.ways()
     assert made.left_out == {"transformers, assisted": "the setup has no draft model"}
-    player = Player(encoder=Encoder(engine), max_new_tokens=TOKENS, room=200)
+    player = Player(encoder=Encoder(engine.tokenizer, engine.parts.target.vocab_size), max_new_tokens=TOKENS, room=200)
     asked = [Conversation(id=id, category="", opening="Once upon a time") for id in "ab"]
     played = lookup.play(player, asked[:1], ClosedLoop(), seed=0)
     assert [each.num_tokens for each in played.served] == [TOKENS]

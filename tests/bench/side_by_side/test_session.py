@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 from outrider import InputError, Sampling, Setup
+from outrider.assembly import assemble
 from outrider.bench.evidence import Estimate
 from outrider.bench.side_by_side.arrivals import ClosedLoop, OpenLoop, Trace
-from outrider.bench.side_by_side.configuration import Configuration, named
+from outrider.bench.side_by_side.configuration import DEFAULT, Configuration, named
 from outrider.bench.side_by_side.export import profile, write_profile
 from outrider.bench.side_by_side.metrics import Objectives
 from outrider.bench.side_by_side.page import TRAPS, findings, summary
 from outrider.bench.side_by_side.peers import PeerOptions
 from outrider.bench.side_by_side.served import Served
-from outrider.bench.side_by_side.session import Clock, Group, Measurement, Plan, groups_of, measure
+from outrider.bench.side_by_side.session import Clock, Group, Measurement, Plan, groups_of, measure, shared_setup
 from outrider.bench.side_by_side.verdict import Verdict, chief, headline, units, verdict_of
 from outrider.bench.turns import Turn
 from outrider.bench.workloads.conversation import Conversation
@@ -70,6 +71,27 @@ def measured(plan, tmp_path_factory):
     place = tmp_path_factory.mktemp("bench") / "out"
     made = replace(plan, out=place, objectives=Objectives(e2el=1e6))
     return place, measure(made, finish=lambda found, folder: folder.write(findings(found), rows_inside=True) and None)
+
+
+def test_slots_and_context_are_what_the_workload_needs(plan):
+    named_by_hand = replace(plan, setup=Setup(max_slots=5, max_context=77))
+    assert (shared_setup(named_by_hand, 200).max_slots, shared_setup(named_by_hand, 200).max_context) == (5, 77)
+    three = replace(plan, loads=(ClosedLoop(), ClosedLoop(concurrency=3)))
+    assert (shared_setup(three, 200).max_slots, shared_setup(three, 200).max_context) == (3, 200)
+    # How many requests a rate brings together is not known.
+    assert shared_setup(replace(plan, loads=(OpenLoop(rate=1.0, seed=0),)), 200).max_slots == 8
+
+
+def test_no_configuration_is_stopped_by_memory_that_its_workload_does_not_need(plan, monkeypatch):
+    # Enough for one slot of 1,024 tokens, and for one slot of each copy in float32.
+    monkeypatch.setattr("outrider.lm.slots.budget.free_bytes", lambda device: 10**6)
+    half = Setup(llama(context=1 << 17).bfloat16(), drafter="suffix", length="fixed:3", ignore_generation_config=True)
+    with pytest.raises(InputError, match="GB free memory"):
+        assemble(replace(half, max_context=1 << 17))
+    configurations = (DEFAULT, named("other", {"drafter": "ngram"}))
+    found = measure(replace(plan, setup=half, configurations=configurations, rounds=1, num_prompts=1, peers=ALONE))
+    assert found.stopped == {}
+    assert found.ways == ["plain", "default", "other"]
 
 
 def test_all_ways_answer_all_requests_with_as_many_tokens(measured):
