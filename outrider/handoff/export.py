@@ -22,6 +22,7 @@ from outrider.handoff.source import DEPTH, Source, open_source
 from outrider.heads.head import Head
 from outrider.integrate.generate import write_custom_generate
 from outrider.lm.hf.checkpoint import CONFIG, INDICES, write_head
+from outrider.lm.hf.tokenizer_files import write_tokenizer
 
 LAUNCH, README = "launch.sh", "README.md"
 WEIGHTS_AT_ONCE = "100TB"
@@ -187,7 +188,7 @@ def write_checkpoint(order: Order, source: Source, handed: Handed, folder: Path)
     draft.save_pretrained(folder, max_shard_size=WEIGHTS_AT_ONCE)
     tokenizer = source.draft_tokenizer or source.tokenizer
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        write_tokenizer(tokenizer, folder)
     for file in folder.glob("*.json"):
         _cleaned(file)
 

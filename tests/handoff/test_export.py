@@ -18,6 +18,7 @@ from outrider import catalog
 from outrider.core.types import InputError
 from outrider.drafters.exports import ENGINES
 from outrider.drafters.traits import exports_of
+from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.handoff import smoke
 from outrider.handoff.checks import check, openvino
 from outrider.handoff.export import LAUNCH, export
@@ -493,6 +494,14 @@ def test_the_check_in_transformers_reads_prompts_that_hold_the_pad_token(target,
     (place / "generation_config.json").write_text(json.dumps({"pad_token_id": pad, "eos_token_id": VOCAB - 1}))
     done = smoke.run_check(out, Path(sys.executable), ["--target", str(place)])
     assert (done.returncode, "2 of 2 outputs" in done.stdout) == (0, True), done.stdout
+
+
+def test_an_exported_draft_model_has_a_tokenizer_that_older_versions_of_transformers_read(tmp_path):
+    order = ordered("openvino", EMBEDDED_TARGET, f"model:path={EMBEDDED_DRAFT}", tmp_path / "out", verifier_id="org/t")
+    export(order)
+    found = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert found["tokenizer_class"] != "TokenizersBackend"
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
 def test_openvino_gets_the_names_that_older_versions_of_transformers_read(target, tmp_path):

@@ -57,8 +57,12 @@ def readable(source: str, copy: Path) -> str:
 
 def renamed(name: str, found: Any) -> Any:
     """The content of a JSON file of a model, with the names that transformers 4 knows."""
-    if name == "tokenizer_config.json" and found.get("tokenizer_class") == "TokenizersBackend":
-        return {**found, "tokenizer_class": "PreTrainedTokenizerFast"}
+    if name == "tokenizer_config.json":
+        extra = found.get("extra_special_tokens")
+        kept = {key: value for key, value in found.items() if key != "extra_special_tokens" or isinstance(value, dict)}
+        if found.get("tokenizer_class") == "TokenizersBackend":
+            kept["tokenizer_class"] = "PreTrainedTokenizerFast"
+        return {**kept, "additional_special_tokens": extra} if isinstance(extra, list) else kept
     rope = found.get("rope_parameters") if name == "config.json" else None
     if rope and "rope_theta" in rope and "rope_theta" not in found:
         scaled = rope if rope.get("rope_type", "default") != "default" else None
