@@ -21,7 +21,7 @@ BESIDE_XGRAMMAR := apache-tvm-ffi pydantic
 DIR ?= $(HOME)/.cache/outrider/peers
 
 .PHONY: demo test test-quantised test-floor lint types layers check clients schemathesis audit clean FORCE \
-	vllm-environment engine-environments in-vllm
+	vllm-environment engine-environments in-vllm real
 
 demo: $(PREPARED)
 	@echo "== The embedded pair speaks; then what was measured =="
@@ -64,6 +64,11 @@ layers: $(TOOLS)
 	$(BIN)/lint-imports
 
 check: lint types layers test
+
+# Models and environments of other engines are kept in the user's cache: some gigabytes, the first time.
+real: $(TOOLS)
+	@echo "== Every command once on real models: SmolLM2 and a pair of Qwen2.5-Coder; about 45 minutes on two cores =="
+	$(BIN)/python -m recipes real
 
 # Each client has an environment of its own, below the user's cache; ENVIRONMENTS names another folder.
 clients: $(TOOLS)
