@@ -153,8 +153,9 @@ def bench(
     from outrider.bench.side_by_side.export import write_profile
     from outrider.bench.side_by_side.session import measure
     from outrider.cli.bench_printed import print_measurement, print_requests
+    from outrider.cli.printed import print_line
 
-    found = measure(plan, finish=write_report, tell=print_requests if as_json else lambda row: None)
+    found = measure(plan, finish=write_report, tell=print_requests if as_json else lambda row: None, note=print_line)
     if options.export is not None:
         write_profile(found, options.export)
     print_measurement(found, as_json=as_json)

@@ -11,6 +11,7 @@ from outrider.bench.side_by_side.metrics import Objectives
 from outrider.bench.workloads.formats import TraceUnits
 from outrider.cli.bench import MAX_NEW_TOKENS, BenchOptions
 from outrider.cli.bench_printed import WIDTH
+from outrider.cli.printed import print_line
 from outrider.cli.remote import RemoteOptions
 from outrider.cli.request import RequestOptions
 from outrider.cli.request_body import body_of
@@ -39,7 +40,7 @@ def bench_remote(
             raise InputError(f"--{name.replace('_', '-')} is not for servers; leave it out with --url")
     found = remote.remote(setup)
     plan = plan_of(found, remote.chosen(found), request, options)
-    rows = measure_remote(plan)
+    rows = measure_remote(plan, note=print_line)
     figures = [summary(plan, [row for row in rows if row["load"] == load.name]) for load in plan.loads]
     if as_json:
         for each in figures:

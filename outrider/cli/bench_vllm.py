@@ -1,7 +1,7 @@
 """outrider bench --engine vllm: vLLM with the drafter, beside the same vLLM without one."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +9,7 @@ from rich.console import Console
 
 from outrider.cli.bench import BenchOptions
 from outrider.cli.bench_remote import LOCAL, plan_of, print_figures
+from outrider.cli.printed import print_line
 from outrider.cli.request import RequestOptions
 from outrider.cli.request_body import body_of
 from outrider.core.inputs import InputError
@@ -57,7 +58,7 @@ def _measured(drafting: VllmProcess, request: RequestOptions, options: BenchOpti
     for title, launch in ways:
         # One after the other: two that run at once would take each other's cores and memory.
         with VllmProcess(drafting.python, launch, tell=drafting.tell) as process:
-            found += figures(title, process, request, options)
+            found += figures(title, process, request, options, (lambda line: None) if found else print_line)
     speeds = {each["load"]: each["output_throughput"] for each in found if each["engine"] == ways[0][0]}
     for each in found:
         each["speedup"] = each["output_throughput"] / speeds[each["load"]]
@@ -74,10 +75,16 @@ def _measured(drafting: VllmProcess, request: RequestOptions, options: BenchOpti
     return 0
 
 
-def figures(title: str, process: VllmProcess, request: RequestOptions, options: BenchOptions) -> list[dict[str, Any]]:
+def figures(
+    title: str,
+    process: VllmProcess,
+    request: RequestOptions,
+    options: BenchOptions,
+    note: Callable[[str], None] = lambda line: None,
+) -> list[dict[str, Any]]:
     """The figures of a vLLM at each load, with what its own counters say of the whole run."""
     plan = plan_of(process.remote, process.remote.models()[0], request, options)
-    rows = measure_remote(plan)
+    rows = measure_remote(plan, note=note)
     told = Acceptance.of_metrics(process.remote.text("/metrics"))
     counted = None if told is None else vars(told)
     return [

@@ -2,17 +2,21 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from outrider.cli.printed import print_line
 from outrider.cli.request import RequestOptions
+from outrider.core.conversations import FIELDS, RecordShape, conversation_of, taken_for
 from outrider.core.inputs import InputError, parse_json, text_of
+from outrider.core.ranks import is_first
 from outrider.embedded import ASSETS
 from outrider.engine.prompts import BESIDE_MESSAGES, Prompt
 
 STANDARD_INPUT = Path("-")
-KEYS = ("prompt", "turns", "messages")
+KEYS = FIELDS
 """What an object of JSON lines holds one of."""
 WANTED = "a JSON object with `prompt`, a text, or `turns`, a list of texts, or `messages` with role and content"
 
@@ -27,10 +31,12 @@ class Entry:
 
     Attributes:
         place: Its name in messages.
+        shape: What its line was taken for; None where it is a text.
     """
 
     place: str
     prompt: Prompt | None = None
+    shape: RecordShape | None = None
     error: InputError | None = None
 
 
@@ -46,10 +52,10 @@ def entries(texts: Sequence[str], file: Path | None) -> list[Entry]:
         text = piped()
         if not text:
             raise InputError("there is no prompt: standard input is empty; give --prompt or --prompt-file")
-        return _lines(text) if is_lines(text) else [_text(text, "standard input")]
+        return _named(_lines(text), "standard input") if is_lines(text) else [_text(text, "standard input")]
     if file is not None:
         text = text_of(file, "prompt", "a text file or JSON lines")
-        return _lines(text) if file.suffix == ".jsonl" else [_text(text, str(file))]
+        return _named(_lines(text), str(file)) if file.suffix == ".jsonl" else [_text(text, str(file))]
     return _lines((ASSETS / "prompts.jsonl").read_text(encoding="utf-8"))[:1]
 
 
@@ -85,9 +91,17 @@ def read_file(file: Path) -> list[Prompt]:
     return [_prompt_of(entry) for entry in entries((), file)]
 
 
+def _named(found: list[Entry], place: str) -> list[Entry]:
+    """The entries of a file, once it was said on standard error what the conversations in it were taken for."""
+    counts = Counter(each.shape for each in found if each.shape is not None)
+    if any(shape.meaning for shape in counts) and is_first():
+        print_line(f"{place}: {taken_for(counts, answers_first=True)}")
+    return found
+
+
 def read_prompts(text: str) -> list[Prompt]:
-    """Prompts of JSON lines: `prompt` is continued; `turns` is a conversation, the user first, the assistant next;
-    `messages` is one with roles. Raises InputError for the first that is none.
+    """Prompts of JSON lines: a text is continued, a conversation is answered. Raises InputError for the first that is
+    none.
     """
     return [_prompt_of(entry) for entry in _lines(text)]
 
@@ -111,7 +125,7 @@ def _lines(text: str) -> list[Entry]:
         if line.strip():
             place = f"line {number} of the prompts"
             try:
-                found.append(Entry(place=place, prompt=_prompt(line, place)))
+                found.append(_entry(line, place))
             except InputError as error:
                 found.append(Entry(place=place, error=error))
     if not found:
@@ -119,27 +133,26 @@ def _lines(text: str) -> list[Entry]:
     return found
 
 
-def _prompt(line: str, place: str) -> Prompt:
+def _entry(line: str, place: str) -> Entry:
     """One line of JSON lines."""
     entry = parse_json(line, place)
     given = {key: entry[key] for key in KEYS if entry.get(key) is not None} if isinstance(entry, dict) else {}
-    arguments = {key: entry[key] for key in BESIDE_MESSAGES if entry.get(key) is not None} if given else {}
-    if given and (options := sorted(OPTIONS.intersection(entry))):
+    if len(given) != 1:
+        raise InputError(f"{place} is not {WANTED}")
+    if options := sorted(OPTIONS.intersection(entry)):
         raise InputError(f"{place} holds {options[0]!r}, an option for all prompts; give it on the command line")
-    match given:
-        case {"prompt": str(prompt)} if len(given) == 1:
-            if arguments:
-                raise InputError(f"{place} holds {min(arguments)!r}, which belongs to messages, beside a prompt")
-            return prompt
-        case {"turns": [*turns]} if len(given) == 1 and turns and all(isinstance(turn, str) for turn in turns):
-            messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
-            return {"messages": messages, **arguments} if arguments else messages
-        case {"messages": [*messages]} if len(given) == 1 and messages and all(map(_is_message, messages)):
-            return {"messages": messages, **arguments} if arguments else messages
-    raise InputError(f"{place} is not {WANTED}")
-
-
-def _is_message(given: object) -> bool:
-    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
-        return False
-    return isinstance(given.get("content"), str | list) or bool(given.get("tool_calls"))
+    arguments = {key: entry[key] for key in BESIDE_MESSAGES if entry.get(key) is not None}
+    try:
+        conversation = conversation_of(entry)
+    except InputError as error:
+        raise InputError(f"{place} is not {WANTED}: {error}") from error
+    if conversation is None:
+        if arguments:
+            raise InputError(f"{place} holds {min(arguments)!r}, which belongs to messages, beside a prompt")
+        return Entry(place=place, prompt=str(given["prompt"]))
+    messages = list(conversation.messages)
+    return Entry(
+        place=place,
+        prompt={"messages": messages, **arguments} if arguments else messages,
+        shape=conversation.shape,
+    )

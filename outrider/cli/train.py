@@ -223,6 +223,7 @@ def _answer(task: AnswerTask) -> None:
         task.data.data, engine.tokenizer, part=part, limit=task.data.limit, prompts=True, vocab_size=width
     )
     if not task.as_json:
+        console.print(f"{', '.join(task.data.data)}: {corpus.taken_for}", style="cyan")
         console.print(f"{corpus}", style="cyan")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=task.as_json) as progress:

@@ -309,6 +309,7 @@ def _documents(
         corpus = read_documents(_answers(task, console), tokenizer, max_tokens=most)
     else:
         corpus = read_documents(data.data, tokenizer, part=part, limit=data.limit, max_tokens=most)
+        console.print(f"{', '.join(data.data)}: {corpus.taken_for}", style="cyan")
     if data.held_out:
         return corpus, read_documents(
             data.held_out, tokenizer, part=replace(part, split=data.held_out_split or data.split)
@@ -334,6 +335,7 @@ def _answers(task: TrainTask, console: Console) -> Path:
         )
         wanted = max(1, task.settings.max_length // 2)
         generation = AnswerOptions(sampling=Sampling(seed=task.settings.seed), max_new_tokens=wanted)
+        console.print(f"{', '.join(data.data)}: {corpus.taken_for}", style="cyan")
         console.print(f"the target answers {len(corpus):,} prompts", style="cyan")
         done = regenerate(engine, corpus, folder / ANSWERS, generation)
         if done.failed:

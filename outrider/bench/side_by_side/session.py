@@ -150,17 +150,21 @@ def measure(
     *,
     finish: Callable[[Measurement, Folder], None] = lambda measurement, place: None,
     tell: Callable[[Row], None] = lambda row: None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Measurement:
     """Build, check, warm up, and take turns.
 
     Args:
         finish: Called at the end, while the folder is open.
         tell: Called with each row as it comes.
+        note: Called with what the workload was taken for, in words.
 
     Raises:
         InputError: Something that was given is wrong, or no configuration is left.
     """
     workload = read_workload(plan.workload, plan.units)
+    if plan.workload != BUILT_IN:
+        note(f"{workload.name}: {workload.taken_for}")
     for load in plan.loads:
         load.times(workload.conversations)
     max_new_tokens = plan.generation.max_new_tokens

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.core.conversations import RecordShape
 from outrider.engine.prompts import Prompt
 
 Message = Mapping[str, Any]
@@ -17,6 +18,7 @@ class Conversation:
     Attributes:
         id: Unique within the workload.
         category: What kind of request it is; speedups are told for each.
+        shape: What its record was taken for; None: a prompt, without doubt.
         opening: The first prompt: a text to continue, token ids, or chat messages.
         replies: Messages behind the first answer, behind the second, ... Each answer is the model's own.
         output_tokens: Tokens of each answer; None takes the number that the run asks for.
@@ -26,6 +28,7 @@ class Conversation:
     id: str
     category: str
     opening: Prompt
+    shape: RecordShape | None = None
     replies: tuple[tuple[Message, ...], ...] = ()
     output_tokens: int | None = None
     arrives: float | None = None

@@ -1,6 +1,6 @@
 """The formats of workloads, each known by the fields of its records."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from outrider.bench.workloads.conversation import Conversation, Message
 from outrider.bench.workloads.record import Record
+from outrider.core.conversations import RecordedConversation, RecordShape, conversation_of
 from outrider.core.inputs import InputError
 
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
@@ -53,10 +54,15 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def played(id: str, category: str, turns: Sequence[str]) -> Conversation:
-    """A conversation whose texts are all the user's; the model's own answers stand between them."""
-    first, *later = turns
-    return Conversation(id=id, category=category, opening=[user(first)], replies=tuple((user(t),) for t in later))
+def played(record: Record) -> RecordedConversation:
+    """The conversation of a record. Raises InputError if it holds none."""
+    try:
+        found = conversation_of(record.fields)
+    except InputError as error:
+        raise InputError(f"{record.place}: {error}") from error
+    if found is None:
+        raise InputError(f"{record.place} holds no conversation; it must have `turns` or `messages`")
+    return found
 
 
 def single(name: str, ids: tuple[str, ...] = ()) -> Callable[[Record, TraceUnits], Conversation]:
@@ -66,40 +72,36 @@ def single(name: str, ids: tuple[str, ...] = ()) -> Callable[[Record, TraceUnits
     )
 
 
-def spec_bench(record: Record, _: TraceUnits) -> Conversation:
-    """Spec-Bench and MT-bench: all turns are the user's, and are played."""
-    turns = record.texts("turns" if record.has("turns") else "prompt")
-    return played(record.id("question_id", "prompt_id"), record.category("conversation"), turns)
-
-
-def speed_bench(record: Record, _: TraceUnits) -> Conversation:
-    """SPEED-Bench: the messages of the user, played; a system message stays before the first."""
-    messages = record.messages("messages")
+def benchmark(record: Record, _: TraceUnits) -> Conversation:
+    """Spec-Bench, MT-bench and SPEED-Bench: the user's turns are played; a system message stays before the first."""
+    found = played(record)
+    messages = [*found.messages, *found.later]
     for each in messages:
         if str(each.get("content", "")).lstrip().upper().startswith(PLACEHOLDER):
             raise InputError(
                 f"{record.place}: 'messages' holds SPEED-Bench's placeholder, not the text; fetch the texts with the "
                 "script that comes with the data set"
             )
-    asked = [[each] for each in messages if each["role"] == "user"]
+    asked = [each for each in messages if each["role"] == "user"]
     if not asked:
         raise record.wrong("messages", "messages of which one is the user's")
-    opening = [each for each in messages if each["role"] == "system"] + asked[0]
     return Conversation(
-        id=record.id("question_id"),
+        id=record.id("question_id", "prompt_id"),
         category=record.category("conversation"),
-        opening=opening,
-        replies=tuple(tuple(each) for each in asked[1:]),
+        shape=found.shape,
+        opening=[*(each for each in messages if each["role"] == "system"), asked[0]],
+        replies=tuple((each,) for each in asked[1:]),
     )
 
 
 def share_gpt(record: Record, _: TraceUnits) -> Conversation:
     """ShareGPT: the first text is the prompt."""
-    said = record.fields.get("conversations")
-    if not isinstance(said, list) or not said or not isinstance(said[0], dict):
-        raise record.wrong("conversations", "a list of objects with from and value")
-    first = Record(place=record.place, number=0, fields=said[0])
-    return Conversation(id=record.id("id"), category="conversation", opening=[user(first.text("value"))])
+    found = played(record)
+    shape = RecordShape(
+        one="ShareGPT conversation", many="ShareGPT conversations", meaning="the first text of each is the prompt"
+    )
+    first = str(found.messages[0]["content"])
+    return Conversation(id=record.id("id"), category="conversation", shape=shape, opening=[user(first)])
 
 
 def trace(record: Record, units: TraceUnits) -> Conversation:
@@ -130,11 +132,7 @@ def words(key: int, count: int) -> list[int]:
 
 
 def ours(record: Record, _: TraceUnits) -> Conversation:
-    """Outrider's own: `prompt`, a text to continue; or `turns`; or `messages`.
-
-    Turns alternate, and the assistant speaks next, so that an odd number of them is one prompt. An even number cannot
-    be: these are all the user's, and are played.
-    """
+    """Outrider's own: `prompt`, a text to continue; or `turns`; or `messages`."""
     for name in OPTIONS:
         if record.has(name):
             raise InputError(f"{record.place}: {name!r} is an option for all prompts; give it on the command line")
@@ -143,16 +141,11 @@ def ours(record: Record, _: TraceUnits) -> Conversation:
         settings["output_tokens"] = record.count("output_tokens")
     if record.has("timestamp"):
         settings["arrives"] = record.time("timestamp")
-    if record.has("messages"):
-        return Conversation(opening=record.messages("messages"), **settings)
-    if not record.has("turns"):
+    if not record.has("turns") and not record.has("messages"):
         return Conversation(opening=record.text("prompt"), **settings)
-    turns = record.texts("turns")
-    if len(turns) % 2:
-        roles = ("user", "assistant")
-        return Conversation(opening=[{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)], **settings)
-    first, *later = turns
-    return Conversation(opening=[user(first)], replies=tuple((user(t),) for t in later), **settings)
+    found = played(record)
+    replies = tuple((each,) for each in found.later)
+    return Conversation(shape=found.shape, opening=list(found.messages), replies=replies, **settings)
 
 
 def custom(record: Record, _: TraceUnits) -> Conversation:
@@ -169,9 +162,9 @@ def any_of(*names: str) -> Callable[[Record], bool]:
 
 
 FORMATS = (
-    Format(name="SPEED-Bench", fits=any_of("question_id", "messages"), read=speed_bench),
-    Format(name="Spec-Bench", fits=any_of("question_id", "turns"), read=spec_bench),
-    Format(name="MT-bench prompts", fits=any_of("prompt_id", "prompt"), read=spec_bench),
+    Format(name="SPEED-Bench", fits=any_of("question_id", "messages"), read=benchmark),
+    Format(name="Spec-Bench", fits=any_of("question_id", "turns"), read=benchmark),
+    Format(name="MT-bench prompts", fits=any_of("prompt_id", "prompt"), read=benchmark),
     Format(name="ShareGPT", fits=any_of("conversations"), read=share_gpt),
     Format(name="trace", fits=any_of("timestamp", "input_length", "output_length"), read=trace),
     Format(name="HumanEval", fits=any_of("task_id", "prompt"), read=single("prompt", ("task_id",))),

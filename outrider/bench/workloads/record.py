@@ -43,13 +43,6 @@ class Record:
             raise self.wrong(name, "a text")
         return found
 
-    def texts(self, name: str) -> list[str]:
-        """A list of texts, at least one."""
-        found = self.fields.get(name)
-        if not isinstance(found, list) or not found or not all(isinstance(each, str) for each in found):
-            raise self.wrong(name, "a list of texts")
-        return found
-
     def count(self, name: str) -> int:
         """A whole number of at least 1."""
         found = self.fields.get(name)
@@ -63,14 +56,6 @@ class Record:
         if not isinstance(found, int | float) or isinstance(found, bool) or not found >= 0:
             raise self.wrong(name, "a number >= 0")
         return float(found)
-
-    def messages(self, name: str) -> list[dict[str, Any]]:
-        """Chat messages with role and content, at least one."""
-        found = self.fields.get(name)
-        fine = isinstance(found, list) and found and all(isinstance(each, dict) and "role" in each for each in found)
-        if not fine or found is None:
-            raise self.wrong(name, "a list of messages with role and content")
-        return found
 
     def id(self, *names: str) -> str:
         """The first of these fields that is there, as a text; otherwise the record's number."""

@@ -4,6 +4,7 @@ import csv
 import hashlib
 import io
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from outrider.bench.workloads.conversation import Conversation
 from outrider.bench.workloads.formats import TraceUnits, format_of
 from outrider.bench.workloads.hub import KNOWN, download, hub_set, read_parquet
 from outrider.bench.workloads.record import Record
+from outrider.core.conversations import RecordShape, taken_for
 from outrider.core.inputs import InputError, parse_json, text_of
 from outrider.embedded import ASSETS
 
@@ -39,6 +41,12 @@ class Workload:
     def has_times(self) -> bool:
         """Whether it says when each request arrives."""
         return all(each.arrives is not None for each in self.conversations)
+
+    @property
+    def taken_for(self) -> str:
+        """What its records were taken for, in words."""
+        prompt = RecordShape(one=f"{self.format} prompt", many=f"{self.format} prompts")
+        return taken_for(Counter(each.shape or prompt for each in self.conversations))
 
 
 def read_workload(place: str, units: TraceUnits | None = None) -> Workload:

@@ -17,7 +17,7 @@ from outrider.bench.side_by_side.prompts import BETWEEN, Encoder, ask
 from outrider.bench.side_by_side.served import Served
 from outrider.bench.workloads.conversation import Conversation
 from outrider.bench.workloads.formats import TraceUnits
-from outrider.bench.workloads.workload import read_workload
+from outrider.bench.workloads.workload import BUILT_IN, read_workload
 from outrider.core.inputs import InputError
 from outrider.serve.client.answers import tokenize
 from outrider.serve.client.remote import Remote, RemoteError, understood
@@ -160,13 +160,23 @@ class RemoteServer:
             self._coming.put(error)
 
 
-def measure_remote(plan: RemotePlan, tell: Callable[[Row], None] = lambda row: None) -> list[Row]:
+def measure_remote(
+    plan: RemotePlan,
+    tell: Callable[[Row], None] = lambda row: None,
+    note: Callable[[str], None] = lambda line: None,
+) -> list[Row]:
     """Play the workload at each load, and return one row for each load and round.
+
+    Args:
+        tell: Called with each row as it comes.
+        note: Called with what the workload was taken for, in words.
 
     Raises:
         InputError: Something that was given is wrong, the server refuses a request, or it does not answer.
     """
     workload = read_workload(plan.workload, plan.units)
+    if plan.workload != BUILT_IN:
+        note(f"{workload.name}: {workload.taken_for}")
     for load in plan.loads:
         load.times(workload.conversations)
     encoder, room = RemoteEncoder(plan.remote), plan.max_context - 1

@@ -2,11 +2,13 @@
 
 import hashlib
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import overload
 
 import numpy as np
 
+from outrider.core.conversations import RecordShape, taken_for
 from outrider.core.types import InputError
 from outrider.learning.batch import Document
 
@@ -22,11 +24,13 @@ class Corpus(Sequence[Document]):
         max_tokens: Most tokens that were kept of a document; None kept all.
         num_cut: Documents that were longer than `max_tokens`.
         num_dropped: Documents that were left out.
+        taken_for: What the records were taken for, in words; empty if that is not known.
 
     Args:
         documents: The documents; each is read once.
         max_tokens: Most tokens to keep of a document.
         learnable: Leave out documents that have no token to learn, after they are cut.
+        taken: How many records were taken for what; it is filled while the documents are read.
 
     Raises:
         InputError: There is no document, or the temporary file cannot be written.
@@ -38,7 +42,12 @@ class Corpus(Sequence[Document]):
     """
 
     def __init__(
-        self, documents: Iterable[Document], *, max_tokens: int | None = None, learnable: bool = False
+        self,
+        documents: Iterable[Document],
+        *,
+        max_tokens: int | None = None,
+        learnable: bool = False,
+        taken: Counter[RecordShape] | None = None,
     ) -> None:
         if max_tokens is not None and max_tokens < 2:
             raise InputError(f"max_tokens must be >= 2, got {max_tokens}")
@@ -69,6 +78,7 @@ class Corpus(Sequence[Document]):
         if not starts:
             dropped = f": none of its {self.num_dropped} documents has a token to learn" if self.num_dropped else ""
             raise InputError(f"the corpus is empty{dropped}")
+        self.taken_for = taken_for(taken or Counter(), answers_first=not learnable)
         self.num_tokens = borders[-1]
         self._borders, self._starts = np.array(borders), np.array(starts)
 

@@ -1,8 +1,9 @@
 """What a record of a corpus says, as documents: a text, a prompt with its answer, a conversation, or token ids."""
 
 import reprlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from numbers import Integral
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from outrider.core.conversations import RecordedConversation, RecordShape, conversation_of
 from outrider.core.types import InputError
 from outrider.engine.prompts import NO_TOKENIZER, encode
 from outrider.learning.batch import Document
@@ -19,11 +21,7 @@ from outrider.training.data.sources import Part, Record, records
 
 ANSWERS = ("response", "completion", "text")
 """Fields that may hold the answer to `prompt`."""
-CONVERSATIONS = ("messages", "turns", "conversations")
-"""Fields that may hold a conversation."""
 WANTED = "`text`; `prompt` with `response` or `text`; `messages` or `turns`; `tokens`, with or without `start`"
-SPEAKERS = {"human": "user", "gpt": "assistant"}
-"""Names of roles in ShareGPT's files."""
 
 
 def read_documents(
@@ -57,7 +55,7 @@ def read_documents(
     reader = Reader(tokenizer=tokenizer, prompts=prompts, vocab_size=vocab_size)
     found = (document for each in sources for record in records(each, part) for document in reader.documents(record))
     try:
-        return Corpus(islice(found, limit), max_tokens=max_tokens, learnable=not prompts)
+        return Corpus(islice(found, limit), max_tokens=max_tokens, learnable=not prompts, taken=reader.taken)
     except InputError as error:
         if str(error).startswith("the corpus is empty"):
             raise InputError(f"{error}; {', '.join(map(str, sources))} must hold {WANTED}") from error
@@ -75,11 +73,13 @@ class Reader:
         tokenizer: The target's; None if all records hold token ids.
         prompts: Whether a prompt without an answer is a document too.
         vocab_size: Number of token ids; None does not check token ids.
+        taken: How many records were taken for what. Changes in place.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
     prompts: bool = False
     vocab_size: int | None = None
+    taken: Counter[RecordShape] = field(default_factory=Counter)
 
     def documents(self, record: Record) -> Iterator[Document]:
         """The documents of a record.
@@ -91,24 +91,32 @@ class Reader:
         fields = {name: value for name, value in record.fields.items() if value is not None}
         domain = fields.get("domain")
         try:
-            found = list(self._documents(fields, record.ends))
+            conversation = conversation_of(fields)
+            found = list(self._documents(fields, conversation, record.ends))
         except InputError as error:
             raise InputError(f"{record.place}: {error}") from error
+        shape = _shape(fields, conversation)
         if not self.prompts and found:
             found = [each for each in found if each.start < len(each.tokens) or not each.start]
             if not found:
+                kind = f" ({shape.one}: {shape.meaning})" if shape.meaning else ""
                 raise InputError(
-                    f"{record.place} has a prompt and no answer; let the target answer it with `outrider train data`"
+                    f"{record.place}{kind} has a prompt and no answer; let the target answer it with "
+                    "`outrider train data`"
                 )
+        self.taken[shape] += record.ends
         for document in found:
             yield Document(tokens=document.tokens, start=document.start, domain=None if domain is None else str(domain))
 
-    def _documents(self, fields: Mapping[str, Any], ends: bool) -> Iterator[Document]:
-        conversation = next((fields[name] for name in CONVERSATIONS if name in fields), None)
+    def _documents(
+        self, fields: Mapping[str, Any], conversation: RecordedConversation | None, ends: bool
+    ) -> Iterator[Document]:
         if "tokens" in fields:
             yield self._of_tokens(fields["tokens"], fields.get("start", 0))
         elif conversation is not None:
-            yield from self._of_conversation(_messages(conversation))
+            for each in conversation.messages:
+                _text("the content of a message", each.get("content"))
+            yield from self._of_conversation(conversation.messages)
         elif "prompt" in fields:
             answer = next((fields[name] for name in ANSWERS if name in fields), None)
             yield self._of_pair(_text("prompt", fields["prompt"]), answer)
@@ -176,22 +184,17 @@ class Reader:
         return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
-    """A conversation as messages with role and content: the user speaks first where the speakers are not named."""
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise InputError("a conversation must be a list of texts or of messages, and not empty")
-    if all(isinstance(each, str) for each in given):
-        return [{"role": ("user", "assistant")[n % 2], "content": each} for n, each in enumerate(given)]
-    found = []
-    for each in given:
-        message = dict(each) if isinstance(each, Mapping) else {}
-        if "from" in message:
-            speaker = message["from"]
-            message = {"role": SPEAKERS.get(speaker, speaker), "content": message.get("value")}
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise InputError(f"a message needs `role` and `content`, which are texts, got {reprlib.repr(each)}")
-        found.append(message)
-    return found
+def _shape(fields: Mapping[str, Any], conversation: RecordedConversation | None) -> RecordShape:
+    """What a record was taken for."""
+    if "tokens" in fields:
+        return RecordShape(one="list of token ids", many="lists of token ids")
+    if conversation is not None:
+        return conversation.shape
+    if "prompt" not in fields:
+        return RecordShape(one="text", many="texts")
+    if any(name in fields for name in ANSWERS):
+        return RecordShape(one="prompt with its answer", many="prompts with their answers")
+    return RecordShape(one="prompt", many="prompts")
 
 
 def _text(name: str, given: Any) -> str:
