@@ -43,21 +43,25 @@ def prove(setup: Setup, *, num_draws: int, temperature: float | None, seed: int,
 
 def _record(engine: Engine, proof: Proof) -> dict[str, Any]:
     """The object of `--json`."""
-    found = {
+    found: dict[str, Any] = {
         "verifier": name_of(engine.parts.verifier),
         "length": repr(engine.parts.length),
         "law_error": proof.law_error,
         "exact_law": proof.exact_law,
-        "dice": {
-            "holds": proof.dice.holds,
-            "p_value": proof.dice.p_value,
-            "worst": proof.dice.worst,
-            "num_draws": proof.dice.num_draws,
-        },
-        "rows": _nodes(proof.nodes) | {"compared": proof.compared},
-        "greedy_identical": _identity(proof.identical) | {"compared": proof.compared},
-        "greedy_up_to_ties": _identity(proof.up_to_ties) | {"dtype": _dtype(engine)},
     }
+    if (dice := proof.dice) is not None:
+        found["dice"] = {
+            "holds": dice.holds,
+            "p_value": dice.p_value,
+            "worst": dice.worst,
+            "num_draws": dice.num_draws,
+        }
+    if proof.nodes is not None:
+        found["rows"] = _nodes(proof.nodes) | {"compared": proof.compared}
+    if proof.identical is not None:
+        found["greedy_identical"] = _identity(proof.identical) | {"compared": proof.compared}
+    if proof.up_to_ties is not None:
+        found["greedy_up_to_ties"] = _identity(proof.up_to_ties) | {"dtype": _dtype(engine)}
     if proof.own_nodes is not None:
         found["rows_up_to_ties"] = _nodes(proof.own_nodes) | {"dtype": _dtype(engine)}
     if (samples := proof.samples) is not None:
@@ -72,7 +76,7 @@ def _record(engine: Engine, proof: Proof) -> dict[str, Any]:
             "num_draft_tokens": samples.num_draft_tokens,
             "num_accepted_tokens": samples.num_accepted_tokens,
         }
-    return found | {"proven": proof.holds}
+    return found | {"errors": dict(proof.errors), "proven": proof.holds}
 
 
 def _identity(found: Identity) -> dict[str, Any]:
@@ -89,35 +93,40 @@ def _nodes(found: Nodes) -> dict[str, Any]:
 
 def _print(engine: Engine, proof: Proof) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    parts, ties = engine.parts, proof.up_to_ties
-    console.print(
-        f"exact law          {_word(proof.exact_law)}  enumerated, largest error {proof.law_error:.1e}"
-        f" ({name_of(parts.verifier)}, {parts.length!r})"
-    )
-    dice, dtype = proof.dice, _dtype(engine).removeprefix("torch.")
-    console.print(
-        f"dice               {_word(dice.holds)}  p = {dice.p_value:.3g} over {dice.num_draws} draws; the worst of "
-        f"{len(dice.p_values)} tests: {dice.worst}"
-    )
-    console.print(f"rows               {_word(proof.nodes.holds)}  {proof.compared}, {_compared(proof.nodes)}")
+    parts, dtype = engine.parts, _dtype(engine).removeprefix("torch.")
+    if (error := proof.law_error) is not None:
+        console.print(
+            f"exact law          {_word(proof.exact_law)}  enumerated, largest error {error:.1e}"
+            f" ({name_of(parts.verifier)}, {parts.length!r})"
+        )
+    if (dice := proof.dice) is not None:
+        console.print(
+            f"dice               {_word(dice.holds)}  p = {dice.p_value:.3g} over {dice.num_draws} draws; the worst of "
+            f"{len(dice.p_values)} tests: {dice.worst}"
+        )
+    if (nodes := proof.nodes) is not None:
+        console.print(f"rows               {_word(nodes.holds)}  {proof.compared}, {_compared(nodes)}")
     if (own := proof.own_nodes) is not None:
         console.print(f"rows up to ties    {_word(own.holds)}  {dtype}, {_compared(own)}")
-    console.print(
-        f"greedy identical   {_word(proof.identical.holds)}  {proof.compared}, {proof.identical.num_tokens} tokens"
-    )
-    for difference in proof.identical.differences:
-        console.print(f"                   {_parting(difference)}")
-    console.print(f"greedy up to ties  {len(ties.differences)} differences in {ties.num_tokens} tokens ({dtype})")
-    for difference in ties.differences:
-        console.print(f"                   {_parting(difference)}")
+    if (greedy := proof.identical) is not None:
+        console.print(f"greedy identical   {_word(greedy.holds)}  {proof.compared}, {greedy.num_tokens} tokens")
+        for difference in greedy.differences:
+            console.print(f"                   {_parting(difference)}")
+    if (ties := proof.up_to_ties) is not None:
+        console.print(f"greedy up to ties  {len(ties.differences)} differences in {ties.num_tokens} tokens ({dtype})")
+        for difference in ties.differences:
+            console.print(f"                   {_parting(difference)}")
     if proof.samples is not None:
         for line in _sampled(proof.samples):
             console.print(line)
+    for name, reason in proof.errors.items():
+        console.print(f"{name:<18} {_word(False)}  {reason}")
 
 
 def _compared(found: Nodes) -> str:
+    reused = f", {found.num_reused} tokens before them reused" if found.num_reused else ""
     return (
-        f"{found.num_nodes} nodes of drafts in a batch of mixed settings: logits as transformers' within "
+        f"{found.num_nodes} nodes of drafts in batches of mixed settings{reused}: logits as transformers' within "
         f"{found.logits:.1e} of their range, probabilities within {found.probabilities:.1e} of themselves"
     )
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations_with_replacement, product
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.types import Request, Running, Sampling
+from outrider.decoding.protocol import Cycle
 from outrider.decoding.step import dice_of, step_dice
 from outrider.engine.engine import Engine
 from outrider.proof.statistics import chi_square, two_sided
@@ -35,10 +37,18 @@ ROWS = 1024
 """Rows of one call."""
 PICKED: tuple[Purpose, ...] = (Purpose.DRAFT, Purpose.RECOVER)
 """Purposes of picks."""
-SIDES = 8
+THROWN: tuple[Purpose, ...] = (Purpose.DRAFT, Purpose.ACCEPT, Purpose.RECOVER)
+"""Purposes whose draws are compared with each other."""
+SIDES = 4
 """Sides of the dice whose throws are compared with each other."""
-PAIRS = 2**12
+THROWS = 2**11
 """Throws that are compared with each other."""
+NUM_SLOTS = 32
+"""Slots of a step, each of which is compared with each."""
+FEW_SLOTS = 8
+"""Slots that are compared where steps, seeds or kinds of draws differ."""
+NUM_OUTPUTS = 8
+"""Outputs of one prompt that are compared with each other."""
 
 MakeDice = Callable[[Sequence[Running]], Dice]
 """Makes the dice of a step, as `step_dice` does."""
@@ -73,13 +83,17 @@ class DiceLaw:
 
 
 def dice_law(
-    vocab_size: int, make: MakeDice = step_dice, device: torch.device | None = None, shared: bool = False
+    vocab_size: int,
+    make: MakeDice = step_dice,
+    device: torch.device | None = None,
+    shared: bool = False,
+    outputs: Sequence[int] = (),
 ) -> DiceLaw:
     """Throw the dice many times, each draw under a key of its own, as requests with the seeds 0, 1, 2 ... would.
 
     Coins land as often as their probability says. An index is picked as often as its weight says; beside a chi-square
-    test, one with one degree of freedom asks whether high or low indices are preferred. Draws under different purposes,
-    slots, steps and seeds are independent.
+    test, one with one degree of freedom asks whether high or low indices are preferred. Draws of every two purposes and
+    of every two slots are independent, and so are those of neighbouring steps and seeds.
 
     Args:
         vocab_size: The target's, because wide rows are picked from by other code than narrow ones.
@@ -87,6 +101,7 @@ def dice_law(
         device: Where rows lie.
         shared: Whether picks of all purposes share the noise of their position, as those of `CoupledDice` do. Then they
             agree as often as the law of their coupling says.
+        outputs: Seeds of several outputs of one prompt, which are independent too.
     """
     tests = _Tests(make, device or torch.device("cpu"), shared)
     tests.coins()
@@ -98,14 +113,33 @@ def dice_law(
     tests.independence()
     if shared:
         tests.agreement()
+    if outputs:
+        tests.outputs(outputs)
     return DiceLaw(p_values=tests.found, num_draws=tests.num_draws)
 
 
 def dice_law_of(engine: Engine) -> DiceLaw:
-    """The law of the dice that an engine throws."""
+    """The law of the dice that an engine throws, for several outputs of one prompt too."""
     parts = engine.parts
     shared = getattr(parts.verifier, "shares_noise", False)
-    return dice_law(parts.target.vocab_size, engine.dice or partial(dice_of, parts), shared=shared)
+    make = engine.dice or partial(dice_of, parts)
+    return dice_law(parts.target.vocab_size, make, shared=shared, outputs=_seeds_of_outputs(engine))
+
+
+def _seeds_of_outputs(engine: Engine) -> list[int]:
+    """The seeds with which an engine runs several outputs of one prompt."""
+    seeds: dict[str, int] = {}
+
+    def look(cycle: Cycle) -> None:
+        seeds.update((state.request.id, state.request.sampling.seed or 0) for state in cycle.states)
+
+    before, engine.watch = engine.watch, look
+    try:
+        engine.generate([[1]], n=NUM_OUTPUTS, max_new_tokens=1, sampling=Sampling(seed=0))
+    finally:
+        engine.watch = before
+        engine.rest()
+    return list(seeds.values())
 
 
 class _Tests:
@@ -165,7 +199,7 @@ class _Tests:
                 else:
                     [pick] = dice.picks(keys, [size], self._device)
                     picked.append(pick(full[:size]))
-            self._fits(f"picks of 1 in {width} ({purpose.name.lower()})", torch.cat(picked), weights)
+            self._fits(f"picks of 1 in {width} ({_name(purpose)})", torch.cat(picked), weights)
 
     def tilts(self) -> None:
         """The tilts of all picks so far together, which are independent."""
@@ -198,20 +232,38 @@ class _Tests:
         self.found["the mean of Gumbel noise"] = two_sided(mean)
 
     def independence(self) -> None:
-        """Throws under two keys that differ in one part."""
-        first = self._thrown()
-        others = {
-            "draft and accept": self._tossed(),
-            "neighbouring slots": self._thrown(slot=1),
-            "neighbouring steps": self._thrown(step=1),
-            "neighbouring seeds": self._thrown(seed=1),
-        }
-        if not self._shared:
-            others["draft and recover"] = self._thrown(purpose=Purpose.RECOVER)
-        for name, other in others.items():
-            ways = SIDES * (2 if name.endswith("accept") else SIDES)
-            both = torch.bincount(first * (ways // SIDES) + other, minlength=ways).tolist()
-            self.found[f"independence of {name}"] = chi_square(both, [PAIRS / ways] * ways).p_value
+        """Throws of fair dice and coins under every two keys: of one step and request, of neighbouring steps, and of
+        requests with neighbouring seeds.
+        """
+        few = range(FEW_SLOTS)
+        own = few if self._shared else range(NUM_SLOTS)
+        thrown = {purpose: self._thrown(purpose, own) for purpose in THROWN}
+        noise = self._noise(few)
+        for (i, one), (k, other) in combinations_with_replacement(enumerate(THROWN), 2):
+            p_values = _joint(thrown[one], thrown[other])
+            if i == k:
+                p_values = p_values[np.triu_indices(len(own), 1)]
+            elif self._shared and Purpose.ACCEPT not in (one, other):
+                p_values = p_values[~np.eye(len(own), dtype=bool)]
+            name = f"{_name(one)} and {_name(other)}" if i < k else f"the slots of {_name(one)}"
+            self._smallest(f"independence of {name}", p_values)
+        self._smallest("independence of Gumbel noise", *(_joint(noise, each) for each in thrown.values()))
+        for name, step, seed in (("steps", 1, 0), ("seeds", 0, 1)):
+            others = [self._thrown(purpose, few, step, seed) for purpose in THROWN]
+            pairs = product(thrown.values(), others)
+            self._smallest(f"independence of neighbouring {name}", *(_joint(one, other) for one, other in pairs))
+
+    def outputs(self, seeds: Sequence[int]) -> None:
+        """Throws of requests with these seeds, which are those of several outputs of one prompt."""
+        rows = [self._thrown(Purpose.DRAFT, range(SLOTS), step, own=seeds) for step in range(-(-THROWS // SLOTS))]
+        throws = torch.cat(rows, 1).T
+        p_values = _joint(throws, throws)[np.triu_indices(len(seeds), 1)]
+        self._smallest("independence of the outputs of one prompt", p_values)
+
+    def _smallest(self, name: str, *p_values: Float[np.ndarray, " ..."]) -> None:
+        """Note the smallest of some p-values, corrected for their number."""
+        flat = np.concatenate([each.ravel() for each in p_values])
+        self.found[name] = min(1.0, float(flat.min()) * len(flat))
 
     def agreement(self) -> None:
         r"""A draft token from $q$ and the target's token from $p$ with the same noise.
@@ -233,24 +285,33 @@ class _Tests:
         self.found["agreement of draft and target"] = chi_square(observed, expected).p_value
 
     def _thrown(
-        self, purpose: Purpose = Purpose.DRAFT, slot: int = 0, step: int = 0, seed: int = 0
-    ) -> Int[Tensor, " throws"]:
-        """Throws of fair dice, each by a request of its own."""
-        rows = torch.ones(PAIRS, SIDES, device=self._device)
+        self, purpose: Purpose, slots: Sequence[int], step: int = 0, seed: int = 0, own: Sequence[int] | None = None
+    ) -> Int[Tensor, "requests slots"]:
+        """Throws of fair dice, of coins for coins, one in each of some slots of requests.
+
+        Args:
+            seed: 1 for requests whose seeds are the neighbours of the usual ones.
+            own: Other seeds of the requests.
+        """
         # Seeds are even, so that the neighbour of one is not another.
-        seeds = (2 * request + seed for request in range(PAIRS))
-        return self._dice(seeds, step).pick(rows, self._single(purpose, slot)).cpu()
+        seeds = [2 * request + seed for request in range(THROWS)] if own is None else own
+        dice, keys = self._dice(seeds, step), self._grid(purpose, slots, len(seeds))
+        if purpose is Purpose.ACCEPT:
+            thrown = torch.from_numpy(dice.accept(np.full(len(keys.slots), 0.5), keys)).long()
+        else:
+            thrown = dice.pick(torch.ones(len(keys.slots), SIDES, device=self._device), keys).cpu()
+        return thrown.view(len(seeds), len(slots))
 
-    def _tossed(self) -> Int[Tensor, " throws"]:
-        """Throws of fair coins by the same requests."""
-        landed = self._dice(range(0, 2 * PAIRS, 2), 0).accept(np.full(PAIRS, 0.5), self._single(Purpose.ACCEPT, 0))
-        return torch.from_numpy(landed).long()
+    def _noise(self, slots: Sequence[int]) -> Int[Tensor, "requests slots"]:
+        """Throws of fair dice by Gumbel noise, by the same requests."""
+        seeds = [2 * request for request in range(THROWS)]
+        noise = self._dice(seeds, 0).gumbel(SIDES, self._grid(Purpose.DRAFT, slots, THROWS))
+        return noise.argmax(1).cpu().view(THROWS, len(slots))
 
-    def _single(self, purpose: Purpose, slot: int) -> Draws:
-        """One draw of each request."""
-        self.num_draws += PAIRS
-        requests = np.arange(PAIRS)
-        return _draws(requests, np.full_like(requests, slot), purpose)
+    def _grid(self, purpose: Purpose, slots: Sequence[int], requests: int) -> Draws:
+        """One draw in each of some slots of some requests."""
+        self.num_draws += requests * len(slots)
+        return _draws(np.repeat(np.arange(requests), len(slots)), np.tile(np.array(slots), requests), purpose)
 
     def _fits(self, name: str, picked: Int[Tensor, " picks"], weights: Float[Tensor, " width"]) -> None:
         """Test picks against weights: classes of neighbouring indices, and a tilt towards high or low ones."""
@@ -268,6 +329,23 @@ class _Tests:
         self.found[name] = chi_square(observed[there].tolist(), expected[there].tolist()).p_value
         if bool((weights[picked] == 0).any()) or bool((observed[~there] > 0).any()):
             self.found[f"{name}: weights of zero"] = 0.0
+
+
+def _joint(one: Int[Tensor, "throws a"], other: Int[Tensor, "throws b"]) -> Float[np.ndarray, "a b"]:
+    """The p-value that each two columns of throws are independent: a chi-square test of their joint frequencies."""
+    sides = [int(each.max()) + 1 for each in (one, other)]
+    marks = [
+        torch.nn.functional.one_hot(each, n).float().flatten(1) for each, n in zip((one, other), sides, strict=True)
+    ]
+    counts = (marks[0].T @ marks[1]).double().view(one.shape[1], sides[0], other.shape[1], sides[1])
+    expected = len(one) / (sides[0] * sides[1])
+    statistic = ((counts - expected) ** 2).sum((1, 3)) / expected
+    degrees = torch.tensor((sides[0] * sides[1] - 1) / 2, dtype=torch.float64)
+    return torch.special.gammaincc(degrees, statistic / 2).numpy()
+
+
+def _name(purpose: Purpose) -> str:
+    return purpose.name.lower()
 
 
 def _draws(requests: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"], purpose: Purpose) -> Draws:

@@ -8,8 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from outrider.core.sampling import rows_at_once, to_rows
+from outrider.core.texts import Before
 from outrider.core.types import Request
 from outrider.decoding.protocol import Cycle
+from outrider.engine.admission import LEAST_COPY
 from outrider.engine.engine import Engine
 from outrider.proof.plain import MIXED, is_exact, plain_logits, transformers_rows
 from outrider.proof.watched import run_watched
@@ -24,6 +27,10 @@ SLACK = 1e-5
 """Rounding may move the bounds of top-p and min-p by less than this share of them."""
 MOST_PATHS = 4
 """Of a branching draft, as many paths are looked at in each step of a request."""
+EARLIER = 3 * LEAST_COPY
+"""Tokens of a prompt that later prompts begin like."""
+SHARED = (LEAST_COPY, LEAST_COPY + 3, 2 * LEAST_COPY)
+"""How many tokens they share with it: less than half of it, which is copied, and more, whose slot is taken over."""
 _FLOOR = 1e-20
 
 
@@ -34,6 +41,7 @@ class Nodes:
     Attributes:
         num_nodes: Nodes of drafts, roots included.
         num_drafted: How many of them are draft tokens.
+        num_reused: Prompt tokens whose keys and values were those of an earlier text.
         logits: Largest difference of a logit, as a share of its row's range.
         probabilities: Largest difference of a probability, as a share of it.
         bound: For the logits.
@@ -41,6 +49,7 @@ class Nodes:
 
     num_nodes: int
     num_drafted: int
+    num_reused: int
     logits: float
     probabilities: float
     bound: float
@@ -54,6 +63,9 @@ class Nodes:
 def compare_nodes(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Nodes:
     """Run one request for each of `MIXED` at once, and compare the target's rows at every node of every draft.
 
+    Then run requests whose prompts share a beginning with an earlier text and go on otherwise, in its slot and in
+    copies of it. Settings are also compared where rows are so many that they are worked on in groups.
+
     Logits are compared with those of a forward of transformers over the node's whole text, alone. Rows are compared
     with what transformers' processors make of the same logits under the settings that were asked for.
     """
@@ -66,15 +78,34 @@ def compare_nodes(engine: Engine, prompts: Sequence[Sequence[int]], max_new_toke
         )
         for i, sampling in enumerate(MIXED)
     ]
-    watcher = _Watcher(engine, {request.id: request for request in asked})
+    earlier, later = _sharing(engine, prompts)
+    watcher = _Watcher(engine, {request.id: request for request in (*asked, *earlier, *later)})
     run_watched(engine, asked, watcher.look)
+    before = engine.num_reused_tokens
+    run_watched(engine, later, watcher.look, first=earlier)
     return Nodes(
         num_nodes=watcher.num_nodes,
         num_drafted=watcher.num_drafted,
+        num_reused=engine.num_reused_tokens - before,
         logits=watcher.logits,
         probabilities=watcher.probabilities,
         bound=LOGITS if is_exact(engine.parts.target) else COARSE,
     )
+
+
+def _sharing(engine: Engine, prompts: Sequence[Sequence[int]]) -> tuple[list[Request], list[Request]]:
+    """A request, and others whose prompts share beginnings with its prompt; none if the context is too short."""
+    tokens = [token for prompt in prompts for token in prompt]
+    whole = (tokens * EARLIER)[:EARLIER]
+    if len(set(tokens)) < 2 or engine.parts.target.max_context < len(whole) + len(tokens) + 2:
+        return [], []
+    others = [[*whole[:n], next(t for t in tokens if t != whole[n]), *tokens] for n in SHARED]
+    texts = [whole, *others]
+    made = [
+        Request(id=f"nodes shared {i}", prompt=tuple(text), max_new_tokens=1 if i == 0 else 2, sampling=MIXED[i])
+        for i, text in enumerate(texts)
+    ]
+    return made[:1], made[1:]
 
 
 class _Watcher:
@@ -86,9 +117,13 @@ class _Watcher:
         self._leaves = not engine.parts.decoding.drafts_ahead
         self.num_nodes, self.num_drafted = 0, 0
         self.logits, self.probabilities = 0.0, 0.0
+        self._grouped = False
 
     def look(self, cycle: Cycle) -> None:
         draft = cycle.draft
+        if not self._grouped:
+            self._grouped = True
+            self._compare_groups(cycle)
         for i, state in enumerate(cycle.states):
             request = self._asked[state.request.id]
             first, end = int(draft.offsets[i]), int(draft.offsets[i + 1])
@@ -121,14 +156,40 @@ class _Watcher:
         # Infinite logits are equal or differ by infinity.
         apart = torch.where(ours == theirs, 0.0, (ours - theirs).abs()).nan_to_num(np.inf)
         self.logits = max(self.logits, float(apart.max()) / max(span, 1e-300))
+        self._compare_rows(request, text, ours, row)
+
+    def _compare_rows(
+        self, request: Request, text: Sequence[int], logits: Float[Tensor, " vocab"], row: Float[Tensor, " vocab"]
+    ) -> None:
         found = np.inf
         for slack in (0.0, SLACK, -SLACK):
-            expected = transformers_rows(ours[None], [text], len(request.prompt), request.sampling, slack)[0]
+            expected = transformers_rows(logits[None], [text], len(request.prompt), request.sampling, slack)[0]
             # Tiny probabilities are as good as none.
             found = min(found, float(((row - expected).abs() / expected.clamp_min(_FLOOR)).nan_to_num(np.inf).max()))
             if found <= PROBABILITIES:
                 break
         self.probabilities = max(self.probabilities, found)
+
+    def _compare_groups(self, cycle: Cycle) -> None:
+        """Compare the rows of a second group, whose settings are others than those at the same places of the first."""
+        requests = [self._asked[state.request.id] for state in cycle.states]
+        outputs = [state.output for state in cycle.states]
+        logits = cycle.logits[torch.from_numpy(cycle.draft.offsets[:-1]).to(cycle.logits.device)]
+        size, count = rows_at_once(logits), len(requests)
+        places = np.arange(size + count)
+        owners = (places + places // size) % count
+        before = replace(
+            Before.of([request.prompt for request in requests], outputs),
+            owners=owners,
+            paths=np.zeros((len(owners), 0), dtype=np.int64),
+            lengths=np.zeros_like(owners),
+        )
+        samplings = [request.sampling for request in requests]
+        wide = logits[torch.from_numpy(owners).to(logits.device)]
+        rows = to_rows(wide, owners, samplings, lambda: before)[size:]
+        for owner, row in zip(owners[size:].tolist(), rows, strict=True):
+            request = requests[owner]
+            self._compare_rows(request, [*request.prompt, *outputs[owner]], logits[owner].double(), row)
 
 
 def _path(parents: np.ndarray, node: int) -> list[int]:

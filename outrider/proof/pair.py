@@ -1,8 +1,11 @@
 """All checks of a pair: the law of its verifier, the dice, the target's rows, its greedy outputs, and its samples."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
 
+from outrider.core.types import InputError
+from outrider.decoding.protocol import NoDistribution
 from outrider.engine.engine import Engine
 from outrider.lm.protocol import LM
 from outrider.proof.draws import DiceLaw, dice_law_of
@@ -13,6 +16,7 @@ from outrider.proof.plain import model_of
 from outrider.proof.rule import law_error
 from outrider.proof.statistics import Samples, sampled_law
 
+Result = TypeVar("Result")
 NUM_CHECKS = 6
 """Checks without the draws."""
 LAW_BOUND = 1e-12
@@ -21,7 +25,7 @@ LAW_BOUND = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What was found.
+    """What was found. What a check found is None where it ended with an error, which is a fault of the pair.
 
     Attributes:
         law_error: Largest error of the verifier's law, enumerated on small tables.
@@ -32,28 +36,30 @@ class Proof:
         identical: Greedy outputs in float32 against those of plain decoding.
         up_to_ties: The same in the pair's own type.
         samples: Drawn outputs against the target's probabilities; None where none were drawn.
+        errors: The errors that ended checks, in one sentence each, by the names of the checks.
     """
 
-    law_error: float
-    dice: DiceLaw
-    nodes: Nodes
+    law_error: float | None
+    dice: DiceLaw | None
+    nodes: Nodes | None
     own_nodes: Nodes | None
     compared: str
-    identical: Identity
-    up_to_ties: Identity
+    identical: Identity | None
+    up_to_ties: Identity | None
     samples: Samples | None
+    errors: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def exact_law(self) -> bool:
         """Whether the enumerated law is the target's, up to rounding."""
-        return self.law_error < LAW_BOUND
+        return self.law_error is not None and self.law_error < LAW_BOUND
 
     @property
     def holds(self) -> bool:
         """Whether all checks passed."""
+        found = (self.dice, self.nodes, self.own_nodes, self.identical)
         differs = self.samples is not None and self.samples.verdict == "differs"
-        rows = self.nodes.holds and (self.own_nodes is None or self.own_nodes.holds)
-        return self.exact_law and self.dice.holds and rows and self.identical.holds and not differs
+        return not self.errors and self.exact_law and all(each is None or each.holds for each in found) and not differs
 
 
 def prove(
@@ -72,25 +78,31 @@ def prove(
     """
     prompts = openings(engine)
     target = engine.parts.target
-    error = law_error(engine.parts)
-    progress(1)
-    dice = dice_law_of(engine)
-    progress(1)
+    errors: dict[str, str] = {}
+
+    def checked(name: str, check: Callable[[], Result]) -> Result | None:
+        found = _checked(name, check, errors)
+        progress(1)
+        return found
+
+    error = checked("exact law", lambda: law_error(engine.parts))
+    dice = checked("dice", lambda: dice_law_of(engine))
     exact, room = in_float32(engine), target.max_context - max(map(len, prompts))
     num_tokens, num_sampled = min(NUM_TOKENS, room), min(NUM_SAMPLED, room)
-    nodes = compare_nodes(exact, prompts, num_sampled)
-    progress(1)
-    own_nodes = None if exact.parts.target.dtype == target.dtype else compare_nodes(engine, prompts, num_sampled)
-    progress(1)
-    identical = identity(exact, prompts, num_tokens)
-    progress(1)
-    up_to_ties = identity(engine, prompts, num_tokens)
-    progress(1)
+    nodes = checked("rows", lambda: compare_nodes(exact, prompts, num_sampled))
+    same = exact.parts.target.dtype == target.dtype
+    own_nodes = checked("rows up to ties", lambda: None if same else compare_nodes(engine, prompts, num_sampled))
+    identical = checked("greedy identical", lambda: identity(exact, prompts, num_tokens))
+    up_to_ties = checked("greedy up to ties", lambda: identity(engine, prompts, num_tokens))
     samples = None
     if num_draws:
         # In the first of these prompts, drafters that look for repetitions find one.
         repeated = [[*prompts[0], *prompts[0]], *prompts]
-        samples = sampled_law(engine, repeated, num_draws, temperature, seed, lambda output: progress(1))
+        samples = _checked(
+            "samples",
+            lambda: sampled_law(engine, repeated, num_draws, temperature, seed, lambda output: progress(1)),
+            errors,
+        )
     return Proof(
         law_error=error,
         dice=dice,
@@ -100,7 +112,24 @@ def prove(
         identical=identical,
         up_to_ties=up_to_ties,
         samples=samples,
+        errors=errors,
     )
+
+
+def _checked(name: str, check: Callable[[], Result], errors: dict[str, str]) -> Result | None:
+    """What a check found. An error in it is a fault of the pair: it is noted in `errors`, and the result is None.
+
+    Raises:
+        InputError: What was asked cannot be checked.
+    """
+    try:
+        return check()
+    except Exception as error:
+        if isinstance(error, InputError) and not isinstance(error, NoDistribution):
+            raise
+        reason = " ".join(str(error).split()) or "no reason"
+        errors[name] = f"it ended with {type(error).__name__}: {reason}"
+        return None
 
 
 def how_it_computes(target: LM) -> str:

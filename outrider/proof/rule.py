@@ -1,15 +1,21 @@
 """The exact law of an engine's own verifier, length policy and decoding, on tables small enough to enumerate."""
 
 from dataclasses import replace
+from functools import partial
 
-from outrider.core.types import Structure
+import numpy as np
+from jaxtyping import Float
+
+from outrider.core.types import Request, Sampling, Structure
 from outrider.decoding.protocol import Parts
+from outrider.engine.engine import Engine
 from outrider.lengths.costs import CostTable
 from outrider.lengths.experience import Experience
 from outrider.lengths.fixed import FixedLength
 from outrider.lengths.protocol import BatchPolicy, LoadPolicy
 from outrider.lm.tabular import TABLE_FEATURES, TabularLM, random_features, random_rows
-from outrider.proof.enumerate import joint_law, law
+from outrider.proof.enumerate import joint_law, law, target_rows
+from outrider.proof.runs import law_of_runs
 from outrider.trees.gumbel import GumbelTree
 from outrider.trees.iid import IidTree
 from outrider.trees.protocol import Tree
@@ -23,6 +29,8 @@ SMALL: dict[Structure, Tree] = {
     "top_plus_one": TopPlusOneTree(width=2),
 }
 """The trees that stand for those of their structure."""
+RUNS = 64
+"""Requests that run at once where an engine runs them."""
 PROMPT = (0, 1, 2, 0, 1, 2, 0, 1)
 
 
@@ -33,12 +41,37 @@ def law_error(parts: Parts) -> float:
     batch of two, and so are two steps of one that chooses a length for the batch. It may choose 0, so drafts of a fixed
     length are enumerated beside it. Decoding that drafts ahead drafts two tokens, and is walked until it verifies some
     that were drafted while others were verified. A drafter that reads hidden states drafts nothing in a request's first
-    step, and is enumerated over more steps.
+    step, and is enumerated over more steps. Two requests of one batch, each with a drafter of its own, are run by an
+    engine to their ends.
     """
-    found = _behind_taps(parts) if parts.drafter.taps else _behind_tokens(parts)
+    found = max(_routed(parts), _behind_taps(parts) if parts.drafter.taps else _behind_tokens(parts))
     if isinstance(parts.length, LoadPolicy):
         return max(found, law_error(replace(parts, length=FixedLength())))
     return found
+
+
+def _routed(parts: Parts) -> float:
+    """Law error of two requests of one batch, with different drafters of the kind of the parts.
+
+    Both outputs end behind the first draft token that can be accepted.
+    """
+    length = parts.length if parts.length.constant else FixedLength()
+    small = replace(_on_tables(parts, 2), length=length)
+    drafters = [small.drafter, parts.drafter.on_tables(2, seed=3)]
+    engine = Engine(small, max_slots=RUNS, keep_warm=False)
+    engine.route = lambda request: drafters[int(request.id[-1])]
+    prompt = tuple(token % 2 for token in PROMPT)
+    asked = [
+        Request(id="", prompt=own, max_new_tokens=3 if parts.drafter.taps else 2, sampling=Sampling())
+        for own in (prompt, prompt[::-1])
+    ]
+    return law_of_runs(engine, asked, [partial(_row, small, own) for own in asked]).error
+
+
+def _row(parts: Parts, request: Request, output: tuple[int, ...]) -> Float[np.ndarray, " vocab"]:
+    """The target's own distribution after an output."""
+    row: Float[np.ndarray, " vocab"] = target_rows(parts, request, [output])[0]
+    return row
 
 
 def _behind_tokens(parts: Parts) -> float:

@@ -9,28 +9,34 @@ from outrider.engine.output import Output, succeeded
 
 
 def run_watched(
-    engine: Engine, requests: Sequence[Request], watch: Watch, progress: Callable[[Output], None] | None = None
+    engine: Engine,
+    requests: Sequence[Request],
+    watch: Watch,
+    progress: Callable[[Output], None] | None = None,
+    first: Sequence[Request] = (),
 ) -> list[Output]:
     """Run requests on an idle engine, as many at once as there are slots. Returns outputs in their order.
 
     Args:
         watch: Called with every step, in the place of the engine's own.
         progress: Called with each output as it ends.
+        first: Requests that run to their ends before, and are watched too. The others may reuse their slots.
     """
     outputs: dict[str, Output] = {}
     ids: list[str] = []
     before, engine.watch = engine.watch, watch
     try:
-        ids += [engine.add(request) for request in requests]
-        while len(outputs) < len(ids):
-            for update in map(succeeded, engine.step()):
-                if update.output is not None:
-                    outputs[update.id] = update.output
-                    if progress is not None:
-                        progress(update.output)
+        for some in (first, requests):
+            ids += [engine.add(request) for request in some]
+            while len(outputs) < len(ids):
+                for update in map(succeeded, engine.step()):
+                    if update.output is not None:
+                        outputs[update.id] = update.output
+                        if progress is not None:
+                            progress(update.output)
     finally:
         engine.watch = before
         for id in ids:
             engine.cancel(id)
         engine.rest()
-    return [outputs[id] for id in ids]
+    return [outputs[id] for id in ids[len(first) :]]
