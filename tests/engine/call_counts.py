@@ -4,18 +4,16 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 
 import torch
 
-import outrider
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.lm.protocol import Segment
 from tests.world.models import engine, target
+from tests.world.package import PACKAGE
 
-PACKAGE = str(Path(outrider.__file__).parent)
 GENERATED = "<string>"
 """The file of methods that `dataclass` writes."""
 

@@ -24,6 +24,7 @@ from tests.training.learners import Bigram
 from tests.training.learners import batches as bigrams
 from tests.world.heads import TRAINED
 from tests.world.learners import batch, documents
+from tests.world.package import PACKAGE
 from tests.world.zoo import tiny
 
 ASKING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount", "is_nonzero")
@@ -54,7 +55,7 @@ class Waits(TorchDispatchMode):
 def _place() -> str:
     """The innermost function of Outrider that is running."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and "/outrider/" not in frame.f_code.co_filename:
+    while frame.f_back is not None and not frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
     return frame.f_code.co_name
 

@@ -32,6 +32,7 @@ from outrider.verifiers.token import TokenVerifier
 from tests.lm.test_translated import WORDS
 from tests.world.heads import toy
 from tests.world.models import engine, target
+from tests.world.package import PACKAGE
 from tests.world.recurrent_zoo import tiny_recurrent
 from tests.world.tables import tables
 from tests.world.zoo import VOCAB, tiny
@@ -300,8 +301,8 @@ def calls(work: Callable[[], object]) -> Counter[str]:
     found: Counter[str] = Counter()
 
     def note(frame: object, event: str, value: object) -> None:
-        if event == "call" and "/outrider/" in (file := frame.f_code.co_filename):
-            found[file.rsplit("/outrider/", 1)[1]] += 1
+        if event == "call" and (file := frame.f_code.co_filename).startswith(PACKAGE):
+            found[file.removeprefix(PACKAGE)] += 1
 
     sys.setprofile(note)
     try:

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -35,11 +34,10 @@ from torch import Tensor, nn
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-import outrider
 from tests import shapes
+from tests.world.package import PACKAGE
 
 DEVICE = torch.device("cuda:0")
-PACKAGE = f"{Path(outrider.__file__).parent}/"
 MEMORY = 2**37
 """Bytes of memory that the GPU says it has free."""
 STARTS_NOTHING = {
