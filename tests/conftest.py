@@ -57,9 +57,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.fixture
 def float64_stays_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """No cast within the test takes a float64 tensor, or a whole number, to a lower floating type: transformers
-    casts to float32 in norms, softmaxes, rotary tables and routers.
+    casts to float32 in norms, softmaxes, rotary tables and routers, and loads the weights of some routers in it.
     """
     to, kind, softmax, tensor_softmax = Tensor.to, Tensor.type, torch.nn.functional.softmax, Tensor.softmax
+    linear = torch.nn.functional.linear
 
     def wide(tensor: Tensor, dtype: object) -> object:
         keeps = tensor.dtype == torch.float64 or not tensor.is_floating_point()
@@ -79,10 +80,14 @@ def float64_stays_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     def patched_tensor_softmax(self: Tensor, *args: object, dtype: object = None, **named: object) -> Tensor:
         return tensor_softmax(self, *args, dtype=wide(self, dtype), **named)
 
+    def patched_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(inputs, to(weight, torch.float64) if inputs.dtype == torch.float64 else weight, bias)
+
     monkeypatch.setattr(Tensor, "to", patched_to)
     monkeypatch.setattr(Tensor, "float", lambda self: patched_to(self, torch.float32))
     monkeypatch.setattr(Tensor, "type", patched_type)
     monkeypatch.setattr(torch.nn.functional, "softmax", patched_softmax)
+    monkeypatch.setattr(torch.nn.functional, "linear", patched_linear)
     monkeypatch.setattr(Tensor, "softmax", patched_tensor_softmax)
 
 

@@ -98,9 +98,7 @@ def test_a_cache_that_cannot_fit_is_refused_before_it_is_taken():
 MUSIC = MusicgenConfig(text_encoder=T5Config(), audio_encoder=EncodecConfig(), decoder=MusicgenDecoderConfig())
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"), [(MUSIC, "encoder-decoder model"), (ReformerConfig(), "takes no past_key_values")]
-)
+@pytest.mark.parametrize(("config", "reason"), [(MUSIC, "encoder-decoder model"), (ReformerConfig(), "takes no cache")])
 def test_a_model_over_which_transformers_stumbles_is_refused_with_the_reason(config, reason, tmp_path):
     config.save_pretrained(tmp_path)
     save_file({"unknown": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.lm.forwards.packed import packed
+from outrider.lm.hf.cache_keyword import cache_keyword
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 
@@ -33,10 +34,11 @@ class Bare:
 
     def __init__(self, model: PreTrainedModel, ids: Int[Tensor, "batch tokens"], context: int | None = None) -> None:
         self.model, self.ids, self.cache = model, ids, DynamicCache(config=model.config)
+        self._cached = {cache_keyword(type(model)): self.cache, "use_cache": True}
         self.context = ids.shape[1] if context is None else context
         if self.context:
             with torch.inference_mode():
-                model(ids[:, : self.context], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+                model(ids[:, : self.context], **self._cached, logits_to_keep=1)
 
     def forward(self, width: int) -> float:
         """Seconds of a forward over so many new tokens per row."""
@@ -53,7 +55,7 @@ class Bare:
     @torch.inference_mode()
     def _timed(self, width: int, options: dict[str, Tensor]) -> float:
         tokens = self.ids[:, :width].contiguous()
-        call = lambda: self.model(tokens, past_key_values=self.cache, use_cache=True, **options)  # noqa: E731
+        call = lambda: self.model(tokens, **self._cached, **options)  # noqa: E731
         spent = seconds(call, self.model.device)
         self.cache.crop(-width)
         return spent

@@ -26,6 +26,7 @@ from outrider.heads.trunks.features import (
 )
 from outrider.lm.head import HeadLM, KVCache, head_lm
 from outrider.lm.hf.anatomy import Span
+from outrider.lm.hf.cache_keyword import cache_keyword
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.slots.batch import upload
@@ -61,6 +62,7 @@ class MtpHead(nn.Module):
         super().__init__()
         config = model.config
         self.layer = model.layers[number]
+        self._cache = cache_keyword(type(self.layer))
         self.shared_norm = model.shared_post_norm if model.use_shared_post_norm else nn.Identity()
         self.number, self.ends = number, ends
         self.feature_size, self.vocab_size = int(config.hidden_size), vocab_size
@@ -95,7 +97,7 @@ class MtpHead(nn.Module):
             position_embeddings=rotary,
             attention_mask=mask,
             position_ids=places,
-            past_key_values=cache,
+            **{self._cache: cache},
         )
         return self.shared_norm(found)
 

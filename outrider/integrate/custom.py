@@ -86,7 +86,7 @@ def as_custom_generate(
     processors and warpers that `generate` makes are the whole pipeline from logits to probabilities; they run per node
     of a draft, with that node's own prefix. Stopping criteria are called after every token, for the whole batch.
     Batches with left padding, `num_return_sequences`, `return_dict_in_generate`, `output_scores` and `output_logits`
-    are supported; the scores of a row that has ended are 0. `past_key_values` is not returned. The model runs in
+    are supported; the scores of a row that has ended are 0. The cache is not returned. The model runs in
     evaluation mode and returns to its old mode afterwards.
 
     The first call with a model makes the engine. Later calls reuse it as long as the model lives. Weights may change

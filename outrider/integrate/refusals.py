@@ -13,6 +13,7 @@ from transformers.generation import GenerationMixin, GenerationMode
 
 from outrider.core.processors import Processor
 from outrider.core.types import InputError, Sampling
+from outrider.lm.hf.cache_keyword import CACHE_KEYWORDS
 
 _OTHER_MODES = {
     "assisted_generation": "assistant_model, prompt_lookup_num_tokens, assistant_early_exit or use_mtp",
@@ -27,9 +28,8 @@ _OTHER_MODES = {
 
 _OTHER_OUTPUTS = {"quantized": "rounds keys and values", "paged": "runs another generate"}
 """Kinds of cache whose output is not that of plain decoding."""
-_CACHES = ("past_key_values", "cache_params")
 _EXTRAS = ("output_attentions", "output_hidden_states")
-_PREPARED = frozenset({*_EXTRAS, "attention_mask", "position_ids", "use_cache", "logits_to_keep", *_CACHES})
+_PREPARED = frozenset({*_EXTRAS, "attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHE_KEYWORDS})
 """The inputs that `generate` prepares for every text model. Other inputs are not supported."""
 
 _KEPT_BACK = {
@@ -78,7 +78,7 @@ def check(
         if getattr(config, name) and config.return_dict_in_generate:
             raise InputError(f"{name} cannot be had from a draft's forwards; drop it, or Outrider")
     check_cache(config.cache_implementation)
-    for name in _CACHES:
+    for name in CACHE_KEYWORDS:
         cache = model_kwargs.get(name)
         if cache is not None and (getattr(cache, "_is_user_defined", False) or _filled(cache)):
             raise InputError(f"{name} cannot be continued, the engine has a cache of its own; give the whole text")

@@ -25,6 +25,7 @@ from outrider.lm.forwards.recorder import RECORDERS
 from outrider.lm.forwards.replayed import ReplayedForward, Runs
 from outrider.lm.hf import alibi
 from outrider.lm.hf.anatomy import Anatomy, Span
+from outrider.lm.hf.cache_keyword import cache_keyword
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_and_head, output_layer
 from outrider.lm.hf.mtp import load_mtp
 from outrider.lm.hf.spread import check_devices, is_spread
@@ -357,8 +358,8 @@ class LanguageModel(SlottedLM):
                     input_ids=torch.zeros_like(positions),
                     attention_mask=self._builder.masks(sight, positions, 2),
                     position_ids=positions,
-                    past_key_values=probe,
                     use_cache=True,
+                    **{cache_keyword(type(self.model)): probe},
                 )
         except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
             raise InputError(f"{self.anatomy.name} cannot be run with masks and a cache of our own: {error}") from error

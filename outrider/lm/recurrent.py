@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from outrider.core.types import InputError
 from outrider.host.meanwhile import hand_over
 from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.cache_keyword import cache_keyword
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_and_head
 from outrider.lm.hf.mtp import load_mtp
 from outrider.lm.hf.spread import check_devices
@@ -119,6 +120,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         self.stepwise, self.least = self.anatomy.stepwise, 2 if self.anatomy.clamps else 1
         spans = self.anatomy.spans
         self._masks = None if spans is None else mask_builder(model, self.anatomy, spans)
+        self._cache = cache_keyword(type(model))
         self._asked = frozenset(inspect.signature(type(model).forward).parameters)
         probe = Probe()
         self._states = StateCache(model, probe)
@@ -322,8 +324,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         keep = max(job.columns(end) for job, (_, end) in by_row)
         inputs = {
             "input_ids": torch.stack([job.tokens[start:end] for job, (start, end) in by_row]),
-            "past_key_values": self._states,
-            "cache_params": self._states,
+            self._cache: self._states,
             "use_cache": True,
             "logits_to_keep": keep or torch.empty(0, dtype=torch.long, device=self.device),
         }
@@ -360,8 +361,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         positions = torch.arange(2, device=self.device)[None]
         inputs = {
             "input_ids": torch.zeros_like(positions),
-            "past_key_values": self._states,
-            "cache_params": self._states,
+            self._cache: self._states,
             "use_cache": True,
         }
         if self._masks is not None:

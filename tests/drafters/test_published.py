@@ -24,7 +24,7 @@ from outrider.heads.mtp import MtpDrafter, MtpLayersDrafter, MtpPath
 from outrider.heads.trunks.blocks import BlockDrafter
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.assistant import open_assistant
-from outrider.lm.hf.mtp import behind_pattern
+from outrider.lm.hf.mtp import behind_pattern, load_mtp
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
 from recipes.published_pairs import Size, gemma4, mtp_target, muse_glimmer
@@ -149,6 +149,12 @@ def test_mtp_beyond_its_layers_and_in_trees_changes_no_output(mtp_targets, famil
     plain = busy.plain().generate(these, max_new_tokens=24, sampling=GREEDY)
     assert [out.tokens for out in drafted] == [out.tokens for out in plain]
     assert sum(out.num_accepted_tokens for out in drafted) > 0
+
+
+def test_mtp_layers_have_the_type_to_which_their_target_was_cast(mtp_targets):
+    model = AutoModelForCausalLM.from_pretrained(mtp_targets("mellum", 1), dtype=torch.float32).double()
+    assert {weight.dtype for weight in load_mtp(model).layers.parameters()} == {torch.float64}
+    assert model.config.dtype == torch.float32
 
 
 def test_mtp_is_refused_where_there_is_none(mtp_targets, tmp_path):

@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from outrider import InputError, as_custom_generate
 from outrider.integrate import generate, write_custom_generate
 from outrider.integrate.kept import _KEPT
+from outrider.lm.hf.cache_keyword import cache_keyword
 from tests.integrate.test_generate import GREEDY, NGRAM, batch
 from tests.world.models import llama
 from tests.world.zoo import tiny
@@ -86,7 +87,7 @@ class Padding:
 
 def filled() -> DynamicCache:
     model, cache = llama(), DynamicCache()
-    model(batch(3)["input_ids"], past_key_values=cache)
+    model(batch(3)["input_ids"], **{cache_keyword(type(model)): cache})
     return cache
 
 
@@ -160,8 +161,10 @@ def test_what_cannot_be_drafted_is_refused_by_name(what):
 
 
 def test_a_filled_cache_is_refused():
-    with pytest.raises(InputError, match="past_key_values cannot be continued"):
-        llama().generate(**batch(9), past_key_values=filled(), custom_generate=as_custom_generate())
+    model = llama()
+    keyword = cache_keyword(type(model))
+    with pytest.raises(InputError, match=f"{keyword} cannot be continued"):
+        model.generate(**batch(9), **{keyword: filled()}, custom_generate=as_custom_generate())
 
 
 def test_embeddings_are_refused():

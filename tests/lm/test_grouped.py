@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from outrider.lm.forwards.grouped import lean, read_chain, read_grouped
 from outrider.lm.head import attend
+from outrider.lm.hf.cache_keyword import cache_keyword
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from tests.world.card import DEVICE, gpu
@@ -106,7 +107,7 @@ def test_a_model_that_does_not_read_a_text_without_a_mask_always_gets_one(monkey
     forward = type(model.model.layers[0].self_attn).forward
 
     def without_order(self: Any, *args: Any, attention_mask: Tensor | None = None, **named: Any) -> Any:
-        keys = named["past_key_values"]
+        keys = named[cache_keyword(type(model))]
         plain = attention_mask is None and keys is not None
         seen = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(1, 1, args[0].shape[1], 3) if plain else attention_mask
         return forward(self, *args, attention_mask=seen, **named)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 import outrider
 from outrider import InputError
+from outrider.lm.hf.cache_keyword import CACHE_KEYWORDS
 from outrider.lm.hf.open import as_lm
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.budget import available_bytes
@@ -35,10 +36,10 @@ def llama() -> PreTrainedModel:
 def divided(model: PreTrainedModel, first: int) -> PreTrainedModel:
     """The model with its layers from `first` on, its norm and its output layer on the card, as accelerate runs it."""
     for part in (*model.model.layers[first:], model.model.norm, model.lm_head):
-        add_hook_to_module(part.to(DEVICE), AlignDevicesHook(DEVICE, skip_keys="past_key_values"))
+        add_hook_to_module(part.to(DEVICE), AlignDevicesHook(DEVICE, skip_keys=CACHE_KEYWORDS))
     for part in (model.model.embed_tokens, *model.model.layers[:first]):
-        add_hook_to_module(part, AlignDevicesHook(CPU, skip_keys="past_key_values"))
-    return add_hook_to_module(model, AlignDevicesHook(CPU, io_same_device=True, skip_keys="past_key_values"))
+        add_hook_to_module(part, AlignDevicesHook(CPU, skip_keys=CACHE_KEYWORDS))
+    return add_hook_to_module(model, AlignDevicesHook(CPU, io_same_device=True, skip_keys=CACHE_KEYWORDS))
 
 
 @contextmanager

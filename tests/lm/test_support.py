@@ -27,6 +27,7 @@ from transformers import (
 
 from outrider.core.types import InputError
 from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.cache_keyword import cache_keyword
 from outrider.lm.hf.support import REFUSALS, refusal
 from outrider.lm.model import LanguageModel
 from tests.world.zoo import ARCHITECTURES, scrambled, tiny, tiny_config
@@ -37,7 +38,7 @@ REFUSED = [
     (xLSTMConfig, "recurrent layers and keeps its states in a way of its own"),
     (MiniMaxConfig, "recurrent layers and keeps its states in a way of its own"),
     (MptConfig, "ALiBi"),
-    (XLMConfig, "takes no past_key_values"),
+    (XLMConfig, "takes no use_cache"),
     (DeepseekV32Config, "layers of type"),
     (RobertaConfig, "counting the tokens that are not padding"),
     (BertConfig, "unless its config says is_decoder=True"),
@@ -122,8 +123,9 @@ def test_llama_4_ends_where_it_scales_queries_by_the_length_of_the_cache() -> No
 class Deaf(LlamaForCausalLM):
     """A model that takes positions and counts them itself all the same."""
 
-    def forward(self, *args, position_ids=None, past_key_values=None, logits_to_keep=0, **named):
-        return super().forward(*args, past_key_values=past_key_values, logits_to_keep=logits_to_keep, **named)
+    def forward(self, *args, position_ids=None, cache=None, use_cache=None, logits_to_keep=0, **named):
+        named |= {cache_keyword(LlamaForCausalLM): cache, "use_cache": use_cache}
+        return super().forward(*args, logits_to_keep=logits_to_keep, **named)
 
 
 def test_a_model_that_misreads_trees_is_refused_by_trying_one() -> None:

@@ -11,6 +11,7 @@ from outrider.lm.forwards import flex
 from outrider.lm.forwards.grouped import lean
 from outrider.lm.hf import alibi
 from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.cache_keyword import cache_keyword
 from outrider.lm.hf.spread import copied_once, is_spread
 from outrider.lm.hf.taps import tapped
 from outrider.lm.slots.batch import upload
@@ -25,7 +26,7 @@ class EagerForward:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+        self.model, self._cache = model, cache_keyword(type(model))
         anatomy = Anatomy.of(model)
         self._layers, self._flex = anatomy.layers, anatomy.flex
         self._text, self._sdpa = anatomy.text, anatomy.attention == "sdpa"
@@ -47,9 +48,9 @@ class EagerForward:
                 input_ids=batch.tokens(device),
                 attention_mask=inputs.masks,
                 position_ids=inputs.positions,
-                past_key_values=inputs.window,
                 use_cache=True,
                 logits_to_keep=0 if some is None else upload([some], device)[0],
+                **{self._cache: inputs.window},
             ).logits
         if self._spread:
             logits = logits.to(device)

@@ -18,6 +18,7 @@ from outrider.lm.forwards.merged import merge
 from outrider.lm.forwards.runner import Runner
 from outrider.lm.forwards.twin import twin
 from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.cache_keyword import cache_keyword
 from outrider.lm.hf.taps import attach
 from outrider.lm.slots.batch import upload
 from outrider.lm.slots.layout import Layout, Order
@@ -209,6 +210,7 @@ class _Traced(nn.Module):
     def __init__(self, package: Package) -> None:
         super().__init__()
         self.model, self._package = twin(package.model), package
+        self._cache = cache_keyword(type(self.model))
         group(self.model)
         if package.widest is not None:
             self.model.set_experts_implementation("batched_mm")
@@ -235,9 +237,9 @@ class _Traced(nn.Module):
                 input_ids=tokens,
                 attention_mask=_shaped(package.builder.spans, masks),
                 position_ids=positions,
-                past_key_values=window,
                 use_cache=True,
                 logits_to_keep=columns,
+                **{self._cache: window},
             ).logits
         return logits, *map(self._seen, package.taps)
 

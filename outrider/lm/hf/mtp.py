@@ -3,6 +3,7 @@
 Relied on in transformers (read and run in 5.23):
 
 - `config.num_mtp_layers` counts them, and `MtpModel.from_pretrained(model)` reads them from `config.name_or_path`;
+- it loads them in `config.dtype`, which stays what it was when the model is cast;
 - it knows their names from `model._keys_to_ignore_on_load_unexpected`, where some classes list the layer numbers of the
   published checkpoints alone;
 - `MtpModel.layers`, `shared_post_norm`, `rotary_emb` and `has_per_layer_rope` are what its forward uses of them.
@@ -77,12 +78,15 @@ def behind_pattern(model: PreTrainedModel) -> str:
 
 @contextmanager
 def _found_at(model: PreTrainedModel, place: str) -> Iterator[None]:
-    """Inside it, the model names the checkpoint, and its MTP layers are known to stand behind its own layers."""
-    before, known = model.config.name_or_path, model._keys_to_ignore_on_load_unexpected
-    model.config.name_or_path = place
+    """Inside it, the model's config names the checkpoint and the type that the weights have by now, and its MTP layers
+    are known to stand behind its own layers.
+    """
+    config, known = model.config, model._keys_to_ignore_on_load_unexpected
+    before, dtype = config.name_or_path, config.dtype
+    config.name_or_path, config.dtype = place, model.dtype
     model._keys_to_ignore_on_load_unexpected = [*(known or ()), behind_pattern(model)]
     try:
         yield
     finally:
-        model.config.name_or_path = before or ""
+        config.name_or_path, config.dtype = before or "", dtype
         model._keys_to_ignore_on_load_unexpected = known

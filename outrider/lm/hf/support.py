@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.lm.hf import alibi
 from outrider.lm.hf.anatomy import LAYER_TYPES, NO_ATTENTION, RECURRENT_TYPES, Anatomy, rotary_parameters, rotary_type
+from outrider.lm.hf.cache_keyword import CACHE_KEYWORDS
 
 _UNKNOWN_STATES = {
     "rwkv": "keeps its states in a way of its own",
@@ -122,12 +123,11 @@ def _layers(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
 def _signature(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
     known = inspect.signature(kind.forward).parameters
     types = model.layer_types or ("full_attention",)
-    needed = ["past_key_values", "position_ids", "logits_to_keep"]
-    if model.recurrent and "cache_params" in known:
-        needed[0] = "cache_params"
+    needed = ["use_cache", "position_ids", "logits_to_keep"]
     if all(t in NO_ATTENTION for t in types) or model.name in alibi.MODELS:
         needed.remove("position_ids")
-    if missing := [n for n in needed if n not in known]:
+    missing = [] if any(n in known for n in CACHE_KEYWORDS) else ["cache"]
+    if missing := [*missing, *(n for n in needed if n not in known)]:
         return f"{kind.__name__}.forward takes no {', '.join(missing)}, without which it cannot be driven from outside"
     return None
 
