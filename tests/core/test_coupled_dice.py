@@ -111,7 +111,7 @@ def test_a_weight_of_zero_never_wins_and_one_hot_rows_give_their_token():
 @pytest.fixture
 def fewer_draws(monkeypatch):
     monkeypatch.setattr("outrider.proof.draws.PICKS", 2**11)
-    monkeypatch.setattr("outrider.proof.draws.PAIRS", 2**10)
+    monkeypatch.setattr("outrider.proof.draws.THROWS", 2**9)
 
 
 @pytest.mark.usefixtures("fewer_draws")
