@@ -1,9 +1,10 @@
 """Make an engine from a setup: make its parts, check them against the refusal matrix, put them together."""
 
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch.nn import Module
@@ -15,7 +16,7 @@ from outrider.core.row import Family
 from outrider.core.types import InputError, Sampling
 from outrider.decoding.protocol import Decoding, Parts, Settling
 from outrider.decoding.step import StepDecoding
-from outrider.drafters.protocol import Drafter, Unbound
+from outrider.drafters.protocol import Drafter, Unbound, UnboundCheckpoint
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.engine.engine import Engine
 from outrider.host.threads import release_threads, use_threads
@@ -23,7 +24,7 @@ from outrider.lengths.protocol import LengthPolicy, LoadPolicy
 from outrider.lm.forwards.choice import choose
 from outrider.lm.forwards.forward import as_forward
 from outrider.lm.hf.generation_config import ADVICE, default_sampling, eos_ids, rules_of, stop_strings
-from outrider.lm.hf.open import as_lm, logit_width, open_model, open_tokenizer, unwrapped
+from outrider.lm.hf.open import LOADING, as_lm, level_of, logit_width, open_model, open_tokenizer, unwrapped
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import LM
 from outrider.lm.target_info import TargetInfo
@@ -51,6 +52,7 @@ KINDS: dict[Family, tuple[type, ...]] = {
     "decoding": (Decoding,),
 }
 """The protocols of each family of parts; a part satisfies one of them."""
+log = logging.getLogger(LOADING)
 
 
 def assemble(setup: Setup, *, target: LM | None = None, drafter: Drafter | None = None) -> Engine:
@@ -69,6 +71,8 @@ def assemble(setup: Setup, *, target: LM | None = None, drafter: Drafter | None 
     tree, length, decoding = (_part(family, getattr(wanted, family)) for family in ("tree", "length", "decoding"))
     drafter = drafter or _part("drafter", wanted.drafter)
     verifier = _named_verifier(wanted)
+    if isinstance(drafter, UnboundCheckpoint):
+        drafter.check_files()
     model, tokenizer = _model(wanted) if target is None else _model_of(target), tokenizer_of(wanted)
     wanted = _running(wanted, model, tokenizer)
     shared, target = target, target or _target(wanted, model)
@@ -95,6 +99,8 @@ def assemble(setup: Setup, *, target: LM | None = None, drafter: Drafter | None 
     follows = not wanted.ignore_generation_config
     # Another thread may run the engine.
     release_threads()
+    if shared is None:
+        log.log(level_of(model), "%s", _runs(wanted, parts, max_slots))
     stop = stop_strings(model) if follows else ()
     if stop and tokenizer is None:
         raise InputError(f"the target's generation config has stop_strings, which need a tokenizer; {ADVICE}")
@@ -134,16 +140,20 @@ def tokenizer_of(setup: Setup) -> PreTrainedTokenizerBase | None:
     if isinstance(setup.tokenizer, str):
         found = open_tokenizer(setup.tokenizer, trust_remote_code=trusted)
         if found is None:
-            raise InputError(f"there is no tokenizer in {setup.tokenizer}; give a directory or a hub id that has one")
+            raise InputError(
+                f"there is no tokenizer in {setup.tokenizer}; give a directory, a GGUF file or a hub id that has one"
+            )
         return found
     if setup.tokenizer is not None:
         if not isinstance(setup.tokenizer, PreTrainedTokenizerBase):
-            raise InputError(f"tokenizer must be a directory, a hub id or a tokenizer, got {setup.tokenizer!r}")
+            raise InputError(
+                f"tokenizer must be a directory, a GGUF file, a hub id or a tokenizer, got {setup.tokenizer!r}"
+            )
         return setup.tokenizer
     if isinstance(setup.target, str):
         return open_tokenizer(setup.target, revision=setup.revision, trust_remote_code=trusted)
     place = str(getattr(setup.target, "name_or_path", ""))
-    return open_tokenizer(place, trust_remote_code=trusted) if place and Path(place).is_dir() else None
+    return open_tokenizer(place, trust_remote_code=trusted) if os.path.exists(place) else None
 
 
 def why_not(parts: Parts, allow_lossy: bool = False) -> str | None:
@@ -193,6 +203,18 @@ def by_a_clock(parts: Parts) -> str | None:
     return None
 
 
+def _runs(setup: Setup, parts: Parts, max_slots: int) -> str:
+    """The line that says how a target runs and what drafts for it."""
+    target, drafter = parts.target, setup.drafter
+    choice = getattr(target, "choice", None)
+    how = "eager" if choice is None else choice.forward
+    drafts = drafter if isinstance(drafter, str) else type(drafter).__name__
+    return (
+        f"running {how} forwards on {target.device}, {max_slots} slots of {target.max_context:,} tokens; "
+        f"drafter {drafts}"
+    )
+
+
 def _part(family: Family, given: str | object) -> Any:
     """A part by its name, or as it was given."""
     if isinstance(given, str):
@@ -238,7 +260,7 @@ def _model(setup: Setup) -> PreTrainedModel:
     target = unwrapped(setup.target)
     if not isinstance(target, PreTrainedModel):
         given = f"a {type(target).__name__}" if isinstance(target, Module) else repr(target)
-        raise InputError(f"target must be a directory, a hub id or a transformers model, got {given}")
+        raise InputError(f"target must be a directory, a GGUF file, a hub id or a transformers model, got {given}")
     if foreign := [name for name in OF_LOADING if name in setup.given()]:
         raise InputError(f"the target is loaded already; leave out {', '.join(foreign)}, or name the target instead")
     return target
@@ -297,6 +319,20 @@ def _surroundings(setup: Setup, target: LM, tokenizer: PreTrainedTokenizerBase |
 
 
 def _vocab_size(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """Width of the logits without the padding behind the tokenizer's last id."""
+    """Width of the logits without the padding behind the tokenizer's last id.
+
+    Raises:
+        InputError: The tokenizer has ordinary tokens for which the target has no row. Tokens that were added to it may
+            lack one: Gemma's tokenizer has them for images, and models of text have no rows for these.
+    """
     width = logit_width(model)
-    return width if tokenizer is None else min(width, max(tokenizer.get_vocab().values()) + 1)
+    if tokenizer is None:
+        return width
+    ids, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    ordinary = max((id for token, id in ids.items() if token not in added), default=0)
+    if ordinary >= width:
+        raise InputError(
+            f"the tokenizer {tokenizer.name_or_path or 'given'} does not belong to the target: it has token ids up to "
+            f"{ordinary}, and the target 0 .. {width - 1}; name the target's own with tokenizer (--tokenizer)"
+        )
+    return min(width, max(ids.values()) + 1)

@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from outrider.core.inputs import InputError, field_values, unknown
+from outrider.core.place import GGUF
 from outrider.core.row import LEVIATHAN, Family, Row
 
 ROWS = (
@@ -409,7 +410,7 @@ def name_of(component: object) -> str:
 def make(family: Family, text: str) -> object:
     """The object of `name:key=value,key=value`. A first value without a key sets the first field.
 
-    A drafter may also be named by the directory or the hub id of its checkpoint, which says what it is.
+    A drafter may also be named by the directory, the GGUF file or the hub id of its checkpoint, which says what it is.
 
     Raises:
         InputError: Unknown name, unknown field or a value that is not of the field's type; lists the real ones.
@@ -442,10 +443,10 @@ def make(family: Family, text: str) -> object:
 
 
 def is_place(text: str) -> bool:
-    """Whether a text is a directory, or looks like one or like a hub id.
+    """Whether a text is a directory or a GGUF file, or looks like a directory or like a hub id.
 
     Example:
         >>> is_place("ngram"), is_place("org/name"), is_place("suffix:corpus=texts/all")
         (False, True, False)
     """
-    return os.path.isdir(text) or "/" in text.partition(":")[0]
+    return os.path.isdir(text) or text.endswith(GGUF) or "/" in text.partition(":")[0]

@@ -33,8 +33,8 @@ class Setup:
     The descriptions are also the help of the command line, without what they say about Python.
 
     Attributes:
-        target: Directory or hub id of the target. By default the pair that ships with Outrider. In Python also a loaded
-            model.
+        target: The target: a directory, a GGUF file, a hub id, or `org/name:file.gguf`. By default the pair that ships
+            with Outrider. In Python also a loaded model.
         drafter: The drafter, as `name:key=value,...`; `outrider methods` lists all. By default `suffix`; for the pair
             that ships with Outrider, its draft model. In Python also an object.
         tree: How drafts grow. In Python also an object.
@@ -45,8 +45,8 @@ class Setup:
         decoding: `step`, or `pearl` to draft and verify at once. In Python also an object.
         reproducible: Let texts depend on seed and target alone, up to roundings (verifier `coupled`).
         allow_lossy: Allow verifiers and length policies that do not keep the target's law.
-        tokenizer: Directory or hub id of a tokenizer. By default the one beside the target. In Python also a loaded
-            tokenizer.
+        tokenizer: A tokenizer's directory, GGUF file or hub id. By default the one beside or in the target. In Python
+            also a loaded tokenizer.
         vocab_size: Number of token ids that can be drawn. By default all ids up to the tokenizer's last one.
         max_slots: Most requests at once. By default 8; in `chat` 1; inside transformers the batch size, at most 64.
         max_context: Longest context in tokens. By default the model's own limit, or less if memory is short.
@@ -56,7 +56,8 @@ class Setup:
         max_warm_tokens: Most tokens of ended requests, over all slots, that stay in the cache for prompts that begin
             alike; the least recently used ones leave first. By default as many as the slots hold.
         device: `cpu`, `cuda`, `cuda:1`. By default the GPU if there is one.
-        dtype: `auto` (the weights' own), `float32`, `float64`, `bfloat16` or `float16`.
+        dtype: `auto` (the weights' own; bfloat16 for blocks of a GGUF file), `float32`, `float64`, `bfloat16` or
+            `float16`.
         device_map: Where transformers puts the target's layers: `auto`, or JSON. It replaces `device`.
         tp_plan: `auto` or JSON divides the target among the processes of `torchrun`.
         quantization_config: How transformers quantises the target when it loads it, as JSON, such as

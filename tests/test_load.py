@@ -118,10 +118,10 @@ def tiny_llama() -> LlamaForCausalLM:
     [
         ({"draftr": "ngram"}, "unknown option 'draftr'; did you mean 'drafter'? Available: target, drafter, tree"),
         ({"max_slots": "8"}, "max_slots must be a whole number, got '8'"),
-        ({"target": 5}, "target must be a directory, a hub id or a transformers model, got 5"),
+        ({"target": 5}, "target must be a directory, a GGUF file, a hub id or a transformers model, got 5"),
         (
             {"target": torch.nn.Linear(1, 1)},
-            "target must be a directory, a hub id or a transformers model, got a Linear",
+            "target must be a directory, a GGUF file, a hub id or a transformers model, got a Linear",
         ),
         ({"tree": 5}, "tree must be a name of the catalog or a part of that family, got 5"),
         ({"drafter": ChainTree()}, "drafter must be a name of the catalog or a part of that family, got ChainTree()"),

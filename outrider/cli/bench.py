@@ -133,12 +133,9 @@ def bench(
     setup: Setup, request: RequestOptions, options: BenchOptions, configurations: Sequence[str], as_json: bool
 ) -> int:
     """Measure, print and write. Returns the exit status: 1 if the gate stopped a configuration."""
-    from transformers.utils import logging
+    from outrider.cli.opened import check_undivided, tell_loading
 
-    from outrider.cli.opened import check_undivided
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    tell_loading()
     check_undivided(setup)
     plan = plan_of(setup, request, options, configurations)
     if options.out is not None:

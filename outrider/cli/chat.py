@@ -10,7 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from outrider.cli.opened import opened
+from outrider.assembly import completed, tokenizer_of
+from outrider.cli.opened import opened, tell_loading
 from outrider.cli.options import kind_of
 from outrider.cli.printed import note_room
 from outrider.cli.request import RequestOptions
@@ -94,14 +95,16 @@ def talk(setup: Setup, request: RequestOptions, system: str | None) -> None:
     """Answer each line of standard input."""
     request.constraint()
     request.tool_schemas()
-    engine = opened(replace(setup, max_slots=setup.max_slots or 1))
-    if engine.tokenizer is None:
+    tell_loading()
+    tokenizer = tokenizer_of(completed(setup))
+    if tokenizer is None:
         raise InputError("there is no tokenizer beside the target, and a chat needs one; name it with --tokenizer")
-    if engine.tokenizer.chat_template is None:
+    if tokenizer.chat_template is None:
         raise InputError("the target's tokenizer has no chat template; use `outrider generate`")
+    engine = opened(replace(setup, max_slots=setup.max_slots or 1, tokenizer=tokenizer))
     request.sampling(engine.sampling)
     note_room(engine, request.max_new_tokens)
-    engine.eos_ids |= _turn_markers(engine.tokenizer)
+    engine.eos_ids |= _turn_markers(tokenizer)
     converse(EngineSpeaker(engine), replace(request, max_new_tokens=request.max_new_tokens or MAX_NEW_TOKENS), system)
 
 

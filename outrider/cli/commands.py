@@ -154,7 +154,7 @@ def learn(
             "a file of JSON lines with requests and answers.",
         ),
     ],
-    target: Annotated[str, typer.Option(help="The target that gave the answers: a directory or a hub id.")],
+    target: Annotated[str, typer.Option(help="The target that gave the answers: directory, GGUF file or hub id.")],
     drafter: Annotated[str, typer.Option(help="The drafter that learns, as `model:path=DIR` or `eagle3:path=DIR`.")],
     out: Annotated[Path, typer.Option(help="A new folder for the drafter that has learnt.")],
     as_json: Json = False,

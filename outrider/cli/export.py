@@ -26,7 +26,7 @@ class ExportOptions:
     Attributes:
         to: The engine: vllm, sglang, llama.cpp, openvino or transformers.
         out: The folder that is written; it must be new or empty.
-        target: Directory or hub id of the target. By default the one that ships with Outrider.
+        target: Directory, GGUF file or hub id of the target. By default the one that ships with Outrider.
         drafter: The drafter, as `name:path=...` or its folder; with --dry-run its name, such as eagle3. By default
             `suffix`, and without a target the draft model that ships with Outrider.
         plan: A file with what `outrider plan --json` printed: draft lengths by batch size, and what is lost.
@@ -81,8 +81,7 @@ def export(options: ExportOptions, as_json: bool) -> int:
         raise InputError(f"--llama-cpp goes with --to llama.cpp, got --to {options.to}")
     if options.llama_cpp is not None and not (options.llama_cpp / CONVERTER).is_file():
         raise InputError(f"there is no {CONVERTER} in {options.llama_cpp}; give llama.cpp's folder")
-    from transformers.utils import logging
-
+    from outrider.cli.opened import tell_loading
     from outrider.cli.printed import print_json
     from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
     from outrider.handoff.export import export as written
@@ -109,8 +108,7 @@ def export(options: ExportOptions, as_json: bool) -> int:
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
     )
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    tell_loading()
     found = written(order)
     if as_json:
         print_json(found.values())

@@ -1,16 +1,19 @@
 """The engine of a command."""
 
+import logging
 import os
 import sys
 import warnings
 
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from outrider.assembly import assemble
+from outrider.cli.printed import print_line
 from outrider.core.inputs import InputError
 from outrider.core.ranks import is_first
 from outrider.engine.crowd import CrowdedWarning
 from outrider.engine.engine import Engine
+from outrider.lm.hf.open import LOADING
 from outrider.lm.hf.weights import check_weights
 from outrider.setup import Setup
 
@@ -30,13 +33,30 @@ def opened(setup: Setup, *, divided: bool = False) -> Engine:
     if not divided:
         check_undivided(setup)
     warnings.formatwarning = _one_line
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    tell_loading()
     engine = assemble(setup)
     if not is_first():
         # Errors reach standard error all the same.
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     return engine
+
+
+def tell_loading() -> None:
+    """Say on standard error what is loaded, instead of what transformers says about it."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    log = logging.getLogger(LOADING)
+    if is_first() and not log.handlers and not logging.getLogger("outrider").handlers:
+        log.addHandler(_Line())
+        log.setLevel(logging.INFO)
+        log.propagate = False
+
+
+class _Line(logging.Handler):
+    """Prints a record as a line on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print_line(record.getMessage())
 
 
 def check_undivided(setup: Setup) -> None:

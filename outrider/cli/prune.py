@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
+from outrider.cli.opened import tell_loading
 from outrider.cli.printed import print_json
 from outrider.core.destination import check_free
 from outrider.core.inputs import InputError, parse_json, text_of
@@ -109,7 +109,7 @@ def plan(
     """Time shapes of one size, and print what each would be worth."""
     depths = None if layers is None else _numbers("--layers", layers, int)
     alphas = _numbers("--alpha", alpha, float)
-    _quiet()
+    tell_loading()
     model = open_model(target or str(EMBEDDED_TARGET), device=device)
     if depths is None:
         depths = [n for n in DEPTHS if n <= shape_of(model.config).layers]
@@ -212,7 +212,7 @@ def _lines(file: Path, wanted: str) -> Iterator[str]:
 def _opened(job: Job) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[list[int]]]:
     """The target, its tokenizer and the text. What is wrong with folders and text is found before the target."""
     check_free(job.out)
-    _quiet()
+    tell_loading()
     tokenizer = open_tokenizer(job.source)
     if tokenizer is None:
         raise InputError(f"there is no tokenizer beside {job.source}, so no text can be read; put one into the folder")
@@ -251,8 +251,3 @@ def _numbers(option: str, text: str, kind: type) -> list[Any]:
     except ValueError as error:
         what = "whole numbers" if kind is int else "numbers"
         raise InputError(f"{option} must be {what} with commas between them, got {text!r}") from error
-
-
-def _quiet() -> None:
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

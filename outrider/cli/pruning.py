@@ -11,7 +11,8 @@ from outrider.cli.options import Json
 app = App(help="Cut a draft model out of a target, or plan which shape would pay.")
 
 Target = Annotated[
-    str | None, typer.Option(help="Directory or hub id of the target; by default the one that ships with Outrider.")
+    str | None,
+    typer.Option(help="The target: directory, GGUF file or hub id. By default the one that ships with Outrider."),
 ]
 Device = Annotated[str | None, typer.Option(help="Where the target runs; by default the GPU where there is one.")]
 Data = Annotated[

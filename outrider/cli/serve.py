@@ -210,11 +210,13 @@ def check_extra() -> None:
 
 
 def model_name(setup: Setup) -> str:
-    """The model's name for clients: that of the target's directory, or its hub id."""
+    """The model's name for clients: that of the target's directory or GGUF file, or its hub id."""
     target = setup.target
     if target is None:
         return "outrider"
     path = Path(str(target))
+    if path.is_file():
+        return path.resolve().stem
     return path.resolve().name if path.is_dir() else str(target)
 
 

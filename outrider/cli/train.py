@@ -36,7 +36,7 @@ NOT_OF_PROMPTS = ("regenerate", "held_out", "held_out_split", "capture", "pack",
 """Options of texts that prompts lack."""
 NOT_OF_DRAFT_MODELS = ("init_from", "slot_balanced")
 """Options of heads that draft models lack."""
-Target = Annotated[str, typer.Option(help="The target: a directory or a hub id.")]
+Target = Annotated[str, typer.Option(help="The target: a directory, a GGUF file or a hub id.")]
 Out = Annotated[
     Path, typer.Option(help="Folder for the drafter. If it holds this run, the run goes on where it stopped.")
 ]
@@ -265,9 +265,11 @@ def run_training(name: str, work: Callable[[Console], dict[str, Any]], as_json: 
     Args:
         name: The drafter's name in the catalog.
     """
+    from outrider.cli.opened import tell_loading
     from outrider.cli.printed import print_json
     from outrider.training.loop import processes
 
+    tell_loading()
     main = processes.is_first()
     console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=as_json or not main)
     record = work(console)

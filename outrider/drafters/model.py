@@ -107,6 +107,8 @@ class ModelDrafter(SlottedDrafter[Tree]):
         return Guess(logits=self._widened(logits), short_list=self.short_list)
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
+        if (known := self._known(frontier.tokens)) is not frontier.tokens:
+            frontier = replace(frontier, tokens=known)
         features = self._features([states[owner] for owner in frontier.owners.tolist()])
         segments = tree_segments([self.own(state) for state in states], frontier, self.lm.device, features)
         return Guess(logits=self._widened(self.lm.extend(segments).logits), short_list=self.short_list)
@@ -190,7 +192,12 @@ class ModelDrafter(SlottedDrafter[Tree]):
         return torch.nn.functional.pad(logits, (0, missing), value=torch.finfo(logits.dtype).min) if missing else logits
 
     def _tensor(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor(tokens).to(self.lm.device, non_blocking=True)
+        return self._known(torch.tensor(tokens)).to(self.lm.device, non_blocking=True)
+
+    def _known(self, tokens: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+        """Tokens as the draft model reads them: one that it has no row for is read as its last one."""
+        few = self.short_list is None and (self.vocab_size or 0) > self.lm.vocab_size
+        return tokens.clamp(max=self.lm.vocab_size - 1) if few else tokens
 
     def _prefill(self, states: Sequence[Running], ends: Sequence[int]) -> None:
         """Prefill each request's tokens up to `ends` without logits; no forward is larger than one of a prompt."""
@@ -212,7 +219,7 @@ class ModelPath:
     """A draft model before it is bound to a target: `model:path=...`.
 
     Attributes:
-        path: Directory or hub id.
+        path: Directory, GGUF file or hub id.
         device: Where it runs; by default on the target's device.
         dtype: The dtype that it computes in; by default the target's.
         revision: Branch, tag or commit of a hub id.
@@ -236,6 +243,9 @@ class ModelPath:
     def __post_init__(self) -> None:
         check_longest(self.max_context)
         check_listed(self.token_map, self.vocabulary)
+
+    def check_files(self) -> None:
+        self.read_config()
 
     def read_config(self) -> PreTrainedConfig:
         return open_config(self.path, revision=self.revision)

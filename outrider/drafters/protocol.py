@@ -184,6 +184,15 @@ class Unbound(Protocol):
 
 
 @runtime_checkable
+class UnboundCheckpoint(Unbound, Protocol):
+    """An unbound drafter in files."""
+
+    def check_files(self) -> None:
+        """Raise InputError if there is no such checkpoint. Called before the target is loaded, which takes longer."""
+        ...
+
+
+@runtime_checkable
 class UnboundModel(Unbound, Protocol):
     """An unbound drafter that is a language model by itself. Its files can be compared with the target's before any
     weights are loaded.

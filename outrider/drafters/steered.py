@@ -176,6 +176,9 @@ class SteeredPath:
     def __post_init__(self) -> None:
         check_longest(self.max_context)
 
+    def check_files(self) -> None:
+        self.read_config()
+
     def read_config(self) -> PreTrainedConfig:
         return open_config(self.path, revision=self.revision)
 

@@ -29,9 +29,11 @@ def check(request: Request, target: LM, tokenizer: PreTrainedTokenizerBase | Non
     if not request.prompt:
         raise InputError("the prompt is empty; give at least one token")
     if len(request.prompt) >= longest + (request.max_new_tokens == 0):
+        limit = getattr(getattr(target, "anatomy", None), "longest_context", None)
+        more = "" if limit is not None and longest >= limit else ", or raise max_context if the model allows more"
         raise InputError(
             f"the prompt has {len(request.prompt)} tokens and the context {longest}; shorten it to at most "
-            f"{longest - 1} tokens, or raise max_context if the model allows more"
+            f"{longest - 1} tokens{more}"
         )
     _check_numbers(request)
     _check_memory(request, target)

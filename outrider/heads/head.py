@@ -132,6 +132,10 @@ class TrainedHead:
         """Its files."""
         return Checkpoint(path=self.path, revision=self.revision)
 
+    def check_files(self) -> None:
+        """Raise InputError if there is no config of a head."""
+        _ = self.checkpoint.config
+
     def bind(self, target: TargetInfo) -> Drafter:
         """Load the head. Raises InputError if it does not fit the target."""
         if not target.num_layers:

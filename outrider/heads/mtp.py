@@ -28,6 +28,7 @@ from outrider.lm.head import HeadLM, KVCache, head_lm
 from outrider.lm.hf.anatomy import Span
 from outrider.lm.hf.cache_keyword import cache_keyword
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
+from outrider.lm.hf.open import model_place
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.slots.batch import upload
 from outrider.lm.tabular import TabularHead
@@ -400,6 +401,10 @@ class MtpPath:
 
     def __post_init__(self) -> None:
         check_longest(self.max_context)
+
+    def check_files(self) -> None:
+        if self.path is not None:
+            model_place(self.path)
 
     def bind(self, target_info: TargetInfo) -> MtpDrafter | MtpLayersDrafter:
         """Load the layers."""

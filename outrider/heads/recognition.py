@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.core.place import check_place
+from outrider.core.place import place_of
 from outrider.core.types import InputError
 from outrider.heads.spec import HeadSpec
 from outrider.lm.hf.checkpoint import CONFIG, read_config, read_names
@@ -14,7 +14,7 @@ PLAIN, STEERED, STEERING = "model", "steered", "steering.json"
 
 
 def drafter_at(path: str, kinds: Mapping[str, Any]) -> str:
-    """The name of the drafter that a directory or a hub id holds.
+    """The name of the drafter that a directory, a GGUF file or a hub id holds.
 
     Args:
         kinds: The drafters by name: classes, and the specs of heads.
@@ -22,7 +22,8 @@ def drafter_at(path: str, kinds: Mapping[str, Any]) -> str:
     Raises:
         InputError: There is no config, or it is that of no drafter.
     """
-    check_place(path, "drafter")
+    if place_of(path, "drafter").gguf is not None:
+        return PLAIN
     config, names = read_config(path), read_names(path)
     for name, kind in kinds.items():
         if isinstance(kind, HeadSpec) and kind.published(config, names):

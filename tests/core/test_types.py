@@ -59,7 +59,7 @@ WRONG = {
     "engine.generate(['a'], sampling=outrider.Sampling(processors=[lambda ids, scores: scores[:, :5]]))": (
         "the logits processor <lambda> must return scores of shape (1, 8192), got shape (1, 5)"
     ),
-    "outrider.load(tokenizer=3)": "tokenizer must be a directory, a hub id or a tokenizer, got 3",
+    "outrider.load(tokenizer=3)": "tokenizer must be a directory, a GGUF file, a hub id or a tokenizer, got 3",
     "outrider.load(max_slots='8')": "max_slots must be a whole number, got '8'",
     "outrider.load(max_context=2.5)": "max_context must be a whole number, got 2.5",
     "outrider.load(allow_lossy='yes')": "allow_lossy must be true or false, got 'yes'",

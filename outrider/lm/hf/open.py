@@ -1,12 +1,14 @@
-"""Open models and tokenizers from a directory or a hub id, with a clear error if that fails."""
+"""Open models and tokenizers from a directory, a GGUF file or a hub id, with a clear error if that fails."""
 
 import importlib.util
 import inspect
 import json
+import logging
 import os
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,13 @@ from transformers import (
 from transformers.utils import is_accelerate_available
 
 from outrider.core.inputs import needs, shown
-from outrider.core.place import check_place
+from outrider.core.place import CONFIGS, Place, place_of
 from outrider.core.ranks import launched
 from outrider.core.types import InputError
 from outrider.lm.forwards.choice import choose
 from outrider.lm.forwards.forward import Forward
 from outrider.lm.hf.anatomy import Anatomy, opener
+from outrider.lm.hf.gguf import as_plain, check_libraries, dequantised, gguf_config, header
 from outrider.lm.hf.mtp import behind_pattern
 from outrider.lm.hf.support import refusal
 from outrider.lm.model import LanguageModel
@@ -54,6 +57,13 @@ LARGEST = {
 """Sizes in configs that no model passes, by far."""
 LONGEST_REASON = 300
 """Most characters that are quoted of another library's error."""
+LARGE = 100_000_000
+"""Bytes of weights from which on the log says what is loaded; fewer are loaded in a moment."""
+LONGEST_HEADER = 100_000_000
+"""Most bytes that the header of a file of safetensors has."""
+LOADING = "outrider.loading"
+"""The log of what is loaded."""
+log = logging.getLogger(LOADING)
 
 
 def open_model(
@@ -70,10 +80,12 @@ def open_model(
 ) -> PreTrainedModel:
     """A causal LM in evaluation mode, with the weights' own dtype unless another is asked for.
 
-    An adapter's directory gives its base model with the adapter's layers in it. Weights for a GPU are read straight
-    onto it where accelerate is installed, and otherwise into the host's memory first.
+    An adapter's directory gives its base model with the adapter's layers in it. The blocks of a GGUF file become plain
+    weights, by default in bfloat16. Weights for a GPU are read straight onto it where accelerate is installed, and
+    otherwise into the host's memory first. What is loaded is logged before.
 
     Args:
+        path: Directory, GGUF file, hub id, or hub id and GGUF file, as `place_of` takes it.
         device_map: Where transformers puts the layers; it takes the place of `device`.
         tp_plan: How transformers divides the weights among the processes that `torchrun` started.
         quantization_config: How transformers quantises the weights.
@@ -82,7 +94,7 @@ def open_model(
         InputError: The model does not exist, transformers cannot load it, or its checkpoint does not have the model's
             tensors.
     """
-    _exists(path, revision=revision)
+    found = model_place(path, revision=revision)
     if device is not None and device_map is not None:
         raise InputError("device and device_map both say where the model goes; give one of them")
     if tp_plan is not None:
@@ -106,13 +118,20 @@ def open_model(
         return _adapted(path, base, plain)
     place, kind = as_device(device), as_dtype(dtype)
     device_map = straight_to(place) if device_map is None and tp_plan is None else device_map
-    given = {"device_map": device_map, "quantization_config": quantization_config, **_divided(tp_plan)}
+    kind, quantization_config = _of_blocks(found, kind, quantization_config)
+    given = {
+        "device_map": device_map,
+        "quantization_config": quantization_config,
+        "gguf_file": found.gguf,
+        **_divided(tp_plan),
+    }
     config = None
-    check_sizes(path, revision)
     try:
-        config = AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=trust_remote_code)
+        config = _config(found, revision, trust_remote_code)
+        _tell(found, config, kind)
         model, loaded = opener(config).from_pretrained(
-            path,
+            found.folder,
+            **({} if found.gguf is None else {"config": config}),
             dtype=kind,
             attn_implementation=attn_implementation,
             revision=revision or "main",
@@ -122,12 +141,16 @@ def open_model(
             output_loading_info=True,
             **{name: value for name, value in given.items() if value is not None},
         )
+    except InputError:
+        raise
     except (AttributeError, TypeError, AssertionError, ValueError) as error:
         # Some models are no causal LMs, and transformers finds out by stumbling.
         reason = (None if config is None else refusal(config)) or reason_of(error)
         raise InputError(f"cannot load a causal LM from {path}: {reason}") from error
     except Exception as error:
         raise InputError(f"cannot load a causal LM from {path}: {reason_of(error)}") from error
+    if found.gguf is not None:
+        as_plain(model, found)
     if (difference := mismatch(model, loaded)) is not None:
         raise InputError(
             f"the checkpoint {path} does not fit {type(model).__name__}: {difference}; get a complete checkpoint, or "
@@ -166,6 +189,55 @@ def _divided(plan: str | Mapping[str, Any] | None) -> dict[str, Any]:
     if "tp_plan" not in inspect.signature(DistributedConfig).parameters:
         return {"tp_plan": plan}
     return {"distributed_config": DistributedConfig(tp_plan=plan, tp_size=launched())}
+
+
+def _of_blocks(
+    place: Place, dtype: str | torch.dtype, quantization_config: object | None
+) -> tuple[str | torch.dtype, object | None]:
+    """The dtype and the `quantization_config` of a model, which for a GGUF file make plain weights of its blocks."""
+    if place.file is None:
+        return dtype, quantization_config
+    if quantization_config is not None:
+        raise InputError(
+            f"{place.name} is quantised already, as a GGUF file, and its blocks become plain weights here; leave out "
+            "quantization_config"
+        )
+    return header(place.file).dtype if dtype == "auto" else dtype, dequantised()
+
+
+def level_of(model: PreTrainedModel) -> int:
+    """The level at which the log says something about a model: small ones are loaded before a line is read."""
+    return logging.INFO if sum(weight.nbytes for weight in model.parameters()) >= LARGE else logging.DEBUG
+
+
+def _tell(place: Place, config: PreTrainedConfig, dtype: str | torch.dtype) -> None:
+    """Say in the log what is loaded, from where, and in which dtype."""
+    kind = config.dtype if dtype == "auto" else dtype
+    head = None if place.file is None else header(place.file)
+    count = _num_parameters(Path(place.folder)) if head is None else head.num_parameters
+    size = None if count is None else count * (kind.itemsize if isinstance(kind, torch.dtype) else 2)
+    words = [
+        config.model_type,
+        *([] if count is None else [f"{count / 1e6:,.4g} M parameters"]),
+        *([] if kind is None else [str(kind).removeprefix("torch.")]),
+        f"from {place.name}",
+    ]
+    blocks = "" if head is None or size is None else f" ({head.blocks}; {size / 1e6:,.4g} MB in memory)"
+    log.log(logging.INFO if size is None or size >= LARGE else logging.DEBUG, "loading %s%s", ", ".join(words), blocks)
+
+
+def _num_parameters(folder: Path) -> int | None:
+    """Numbers in the files of weights in a directory; None where their headers do not say it."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        try:
+            with open(file, "rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+                entries = json.loads(opened.read(min(size, LONGEST_HEADER)))
+            total += sum(prod(entry["shape"]) for name, entry in entries.items() if name != "__metadata__")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+    return total or None
 
 
 def _check_peft(path: str, base: str) -> None:
@@ -285,18 +357,26 @@ def reason_of(error: Exception) -> str:
     return said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}..."
 
 
-def check_sizes(path: str, revision: str | None = None) -> None:
-    """Raise InputError if a config names a size beyond any model's: building it would fill the memory.
-
-    What cannot be read is left to those who read it.
-    """
+def _config(place: Place, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
+    """The config of a place. Raises InputError for sizes of no model, and otherwise what transformers raises."""
+    if place.gguf is not None:
+        found = gguf_config(place)
+        check_sizes(found.to_dict(), place.name)
+        return found
     try:
-        whole, _ = PreTrainedConfig.get_config_dict(path, revision=revision or "main")
+        whole, _ = PreTrainedConfig.get_config_dict(place.folder, revision=revision or "main")
     except Exception:
+        # What cannot be read is left to those who read it.
+        whole = {}
+    check_sizes(whole, place.name)
+    return AutoConfig.from_pretrained(place.folder, revision=revision or "main", trust_remote_code=trust_remote_code)
+
+
+def check_sizes(config: object, path: str) -> None:
+    """Raise InputError if a config names a size beyond any model's: building it would fill the memory."""
+    if not isinstance(config, dict):
         return
-    if not isinstance(whole, dict):
-        return
-    for part in (whole, *(value for value in whole.values() if isinstance(value, dict))):
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name in LARGEST.keys() & part.keys():
             size, most = part[name], LARGEST[name]
             if isinstance(size, int) and size > most:
@@ -385,12 +465,13 @@ def as_lm(
 
 def open_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
     """A model's config, without its weights; of an adapter, its base model's."""
-    _exists(path, revision=revision)
+    place = model_place(path, revision=revision)
     if (base := base_of(path)) is not None:
         return open_config(base, trust_remote_code=trust_remote_code)
-    check_sizes(path, revision)
     try:
-        return AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=trust_remote_code)
+        return _config(place, revision, trust_remote_code)
+    except InputError:
+        raise
     except Exception as error:
         raise InputError(f"cannot read the config of {path}: {reason_of(error)}") from error
 
@@ -398,20 +479,32 @@ def open_config(path: str, *, revision: str | None = None, trust_remote_code: bo
 def open_tokenizer(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside a model, or in a directory that holds nothing else; None if the directory has none."""
-    _exists(path, what="tokenizer", revision=revision)
-    if Path(path).is_dir() and not any(Path(path).glob("*token*")) and not any(Path(path).glob("vocab*")):
+    """The tokenizer beside a model, in a GGUF file, or in a directory that holds nothing else; None if the directory
+    has none.
+    """
+    place = place_of(path, "tokenizer", revision)
+    if place.file is not None:
+        check_libraries(place.file)
+    elif Path(path).is_dir() and not any(Path(path).glob("*token*")) and not any(Path(path).glob("vocab*")):
         base = base_of(path)
         return None if base is None else open_tokenizer(base, trust_remote_code=trust_remote_code)
+    given = {} if place.gguf is None else {"gguf_file": place.gguf}
     try:
-        return AutoTokenizer.from_pretrained(path, revision=revision or "main", trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            place.folder, revision=revision or "main", trust_remote_code=trust_remote_code, **given
+        )
     except Exception as error:
         raise InputError(f"cannot load a tokenizer from {path}: {reason_of(error)}") from error
+    if place.gguf is not None:
+        tokenizer.name_or_path = place.name
+    return tokenizer
 
 
 def holds_files_of(path: str, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a directory holds the very files that a tokenizer was read from, so that nobody must read them again."""
     here, there = Path(tokenizer.name_or_path), Path(path)
+    if there.is_file() and here == there:
+        return True
     if not (there / TOKENIZER_FILES[0]).is_file():
         return False
     return all(_content(here / name) == _content(there / name) for name in TOKENIZER_FILES)
@@ -421,8 +514,9 @@ def _content(file: Path) -> bytes | None:
     return file.read_bytes() if file.is_file() else None
 
 
-def _exists(path: str, what: str = "model", revision: str | None = None) -> None:
-    check_place(path, what, revision)
-    configs = [os.path.join(path, name) for name in ("config.json", ADAPTER)]
-    if what == "model" and os.path.isdir(path) and not any(map(os.path.isfile, configs)):
-        raise InputError(f"{path} is not a model's directory: it has no config.json")
+def model_place(path: str, *, what: str = "model", revision: str | None = None) -> Place:
+    """Where a model is. Raises InputError if nothing is there, or a directory has no config."""
+    place = place_of(path, what, revision)
+    if place.gguf is None and os.path.isdir(path) and not any(Path(path, name).is_file() for name in CONFIGS):
+        raise InputError(f"{path} is not a {what}'s directory: it has no config.json")
+    return place

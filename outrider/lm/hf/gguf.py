@@ -1,0 +1,206 @@
+"""GGUF files: what their headers say, and models and tokenizers from them.
+
+transformers reads them and makes plain weights of their blocks. Its own reader of headers takes seconds for a
+vocabulary of a hundred thousand tokens, so what a line of text needs is read here.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import copy
+import importlib.util
+import mmap
+import struct
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GgufConfig, PreTrainedConfig, PreTrainedModel
+
+from outrider.core.inputs import needs
+from outrider.core.place import Place
+from outrider.core.types import InputError
+
+LIBRARIES = ("gguf", "accelerate")
+"""What transformers needs to read a GGUF file."""
+NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+"""The kinds of numbers in a header, by their codes."""
+TEXT, LIST = 8, 9
+"""The codes of texts and of lists."""
+PLAIN = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+"""The kinds of tensors that hold numbers rather than blocks."""
+ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+"""The keys of tokens that end a text, a turn or a message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufHeader:
+    """What a GGUF file says of itself.
+
+    Attributes:
+        values: Its numbers and texts by key; lists are left out.
+        num_parameters: Numbers in all tensors.
+        sizes: Bytes of each kind of block, the largest first.
+    """
+
+    values: Mapping[str, Any]
+    num_parameters: int
+    sizes: Mapping[str, int]
+
+    @property
+    def architecture(self) -> str:
+        """What llama.cpp calls the architecture."""
+        return str(self.values.get("general.architecture", "unknown"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its weights; bfloat16 where they are blocks."""
+        if not self.sizes.keys() <= PLAIN.keys():
+            return torch.bfloat16
+        # Norms are float32 in every file.
+        return next((dtype for name, dtype in PLAIN.items() if name in self.sizes), torch.bfloat16)
+
+    @property
+    def blocks(self) -> str:
+        """The kinds of blocks with their sizes, for a sentence."""
+        return ", ".join(f"{name} {size / 1e6:.3g} MB" for name, size in self.sizes.items())
+
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that end an answer."""
+        found = [self.values[key] for key in ENDS if isinstance(self.values.get(key), int)]
+        return list(dict.fromkeys(found))
+
+
+def header(file: Path) -> GgufHeader:
+    """The header of a GGUF file. Raises InputError if it cannot be read, or a library for such files is missing."""
+    check_libraries(file)
+    seen = file.stat()
+    return _header(file, seen.st_size, seen.st_mtime_ns)
+
+
+def check_libraries(file: Path) -> None:
+    """Raise InputError if transformers cannot read GGUF files here."""
+    missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise needs(f"the GGUF file {file}", " and ".join(missing), "gguf")
+
+
+def gguf_config(place: Place) -> PreTrainedConfig:
+    """The config that a GGUF file's header stands for. Raises what transformers raises."""
+    file = place.file
+    assert file is not None
+    header(file)
+    seen = file.stat()
+    return copy.deepcopy(_config(place.folder, str(place.gguf), seen.st_size, seen.st_mtime_ns))
+
+
+def dequantised() -> GgufConfig:
+    """What tells transformers to make plain weights of all blocks."""
+    return GgufConfig(dequantize=True)
+
+
+def as_plain(model: PreTrainedModel, place: Place) -> PreTrainedModel:
+    """A model whose blocks became plain weights, as a model that never had any: it can be trained, saved and moved."""
+    assert place.file is not None
+    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+        vars(model).pop(name, None)
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        vars(config).pop("quantization_config", None)
+        # The title of the file.
+        vars(config).pop("_model_name_or_path", None)
+    model.config.name_or_path = model.name_or_path = place.name
+    ends = header(place.file).ends
+    if model.generation_config is not None and len(ends) > 1:
+        model.generation_config.eos_token_id = ends
+    return model
+
+
+@lru_cache(maxsize=8)
+def _config(folder: str, file: str, size: int, changed: int) -> PreTrainedConfig:
+    """The config of a file of this size, last changed at this time."""
+    return AutoConfig.from_pretrained(folder, gguf_file=file)
+
+
+@lru_cache(maxsize=8)
+def _header(file: Path, size: int, changed: int) -> GgufHeader:
+    """The header of a file of this size, last changed at this time."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    sizes: Counter[str] = Counter()
+    total = 0
+    try:
+        with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            reader = _Reader(content)
+            tensors, values = reader.tensors_and_values()
+        for kind, shape in tensors:
+            per_block, in_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+            total += prod(shape)
+            sizes[GGMLQuantizationType(kind).name] += prod(shape) // per_block * in_bytes
+    except (struct.error, ValueError, KeyError, OverflowError) as error:
+        raise InputError(f"the header of {file} cannot be read; the file is damaged, so get it again") from error
+    return GgufHeader(values=values, num_parameters=total, sizes=dict(sizes.most_common()))
+
+
+@dataclass(kw_only=False)
+class _Reader:
+    """Reads a header from its beginning to its end.
+
+    Attributes:
+        content: The file.
+        position: The next byte.
+    """
+
+    content: mmap.mmap
+    position: int = 4
+
+    def tensors_and_values(self) -> tuple[Sequence[tuple[int, tuple[int, ...]]], Mapping[str, Any]]:
+        """The kind and the shape of every tensor, and the values that are no lists."""
+        version = self.number("<I")
+        if version not in (2, 3):
+            raise ValueError(f"version {version}")
+        num_tensors, num_values = self.number("<Q"), self.number("<Q")
+        values: dict[str, Any] = {}
+        for _ in range(num_values):
+            key, value = self.text(), self.value(self.number("<I"))
+            if value is not None:
+                values[key] = value
+        tensors = []
+        for _ in range(num_tensors):
+            self.text()
+            shape = tuple(self.number("<Q") for _ in range(self.number("<I")))
+            tensors.append((self.number("<I"), shape))
+            self.number("<Q")
+        return tensors, values
+
+    def number(self, code: str) -> Any:
+        """The next number."""
+        [found] = struct.unpack_from(code, self.content, self.position)
+        self.position += struct.calcsize(code)
+        return found
+
+    def text(self) -> str:
+        """The next text."""
+        size = self.number("<Q")
+        first, self.position = self.position, self.position + size
+        if self.position > len(self.content):
+            raise ValueError("a text ends behind the file")
+        return self.content[first : self.position].decode(errors="replace")
+
+    def value(self, kind: int) -> Any:
+        """The next value; None for a list."""
+        if kind == TEXT:
+            return self.text()
+        if kind != LIST:
+            return self.number(NUMBERS[kind])
+        of, count = self.number("<I"), self.number("<Q")
+        if of in NUMBERS:
+            self.position += count * struct.calcsize(NUMBERS[of])
+        else:
+            for _ in range(count):
+                self.value(of)
+        return None
