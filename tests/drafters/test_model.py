@@ -3,11 +3,12 @@
 import shutil
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 import outrider
 from outrider.core.types import Request, Running, Sampling
 from outrider.drafters.model import BACKLOG, ModelDrafter, ModelPath
-from outrider.embedded import EMBEDDED_DRAFT
+from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.lm.slots import budget
 from outrider.lm.tabular import TabularLM, random_rows
 
@@ -33,6 +34,21 @@ def test_another_file_is_read(name, reads, tmp_path):
     file.write_text((file.read_text() if file.exists() else "{}") + "\n")
     outrider.load(drafter=f"model:path={tmp_path}", max_slots=1)
     assert reads == [str(tmp_path)]
+
+
+@pytest.mark.parametrize("forward", ["eager", "packed"])
+def test_a_text_may_hold_tokens_for_which_the_draft_model_has_no_row(forward, tmp_path):
+    shutil.copytree(EMBEDDED_DRAFT, tmp_path, dirs_exist_ok=True)
+    narrow = AutoModelForCausalLM.from_pretrained(EMBEDDED_DRAFT)
+    narrow.resize_token_embeddings(8000)
+    narrow.save_pretrained(tmp_path)
+    prompt, texts = [500, 8100, 8191, 501, 8001], []
+    for drafter in ("none", f"model:path={tmp_path}"):
+        engine = outrider.load(EMBEDDED_TARGET, drafter=drafter, forward=forward, length="fixed:3", max_slots=2)
+        [output] = engine.generate([prompt], max_new_tokens=16, sampling=Sampling(temperature=0), ignore_eos=True)
+        texts.append(output.tokens)
+    assert output.num_draft_tokens > 0
+    assert texts[0] == texts[1]
 
 
 class CountedTable(TabularLM):

@@ -1,5 +1,6 @@
 """A model is opened as it was saved, or refused with the tensors or the file that do not fit."""
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outrider
 from outrider import InputError
@@ -27,6 +28,15 @@ def sound(tmp_path_factory) -> Path:
     """A small checkpoint without a tokenizer."""
     place = tmp_path_factory.mktemp("sound")
     tiny("llama").save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> Path:
+    """The same with a row for each token of the pair that ships with Outrider."""
+    place, model = tmp_path_factory.mktemp("wide"), copy.deepcopy(tiny("llama"))
+    model.resize_token_embeddings(8192)
+    model.save_pretrained(place)
     return place
 
 
@@ -149,18 +159,29 @@ def test_a_broken_tokenizer_is_one_sentence(tmp_path, file, content):
     assert "\n" not in str(refused.value)
 
 
-def test_a_tokenizer_can_be_named(sound):
+def test_a_tokenizer_can_be_named(sound, wide):
     assert open_tokenizer(str(sound)) is None
     assert outrider.load(sound).tokenizer is None
-    assert len(outrider.load(sound, tokenizer=EMBEDDED_TARGET).tokenizer) == 8192
-    with pytest.raises(InputError, match=f"there is no tokenizer in {sound}; give a directory or a hub id"):
+    assert len(outrider.load(wide, tokenizer=EMBEDDED_TARGET).tokenizer) == 8192
+    with pytest.raises(InputError, match=f"there is no tokenizer in {sound}; give a directory, a GGUF file or a hub"):
         outrider.load(sound, tokenizer=str(sound))
 
 
-def test_a_directory_may_hold_a_tokenizer_alone(sound, tmp_path):
+def test_a_directory_may_hold_a_tokenizer_alone(wide, tmp_path):
     open_tokenizer(str(EMBEDDED_TARGET)).save_pretrained(tmp_path)
     assert not (tmp_path / "config.json").exists()
-    assert len(outrider.load(sound, tokenizer=tmp_path).tokenizer) == 8192
+    assert len(outrider.load(wide, tokenizer=tmp_path).tokenizer) == 8192
+
+
+def test_a_tokenizer_with_more_tokens_than_the_target_has_rows_is_refused(sound):
+    with pytest.raises(InputError, match=r"does not belong to the target: it has token ids up to 8191, and the target"):
+        outrider.load(sound, tokenizer=EMBEDDED_TARGET)
+
+
+def test_a_token_that_was_added_to_a_tokenizer_needs_no_row(wide):
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_TARGET)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    assert outrider.load(wide, tokenizer=tokenizer).parts.target.vocab_size == 8192
 
 
 @pytest.mark.parametrize(
