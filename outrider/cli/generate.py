@@ -19,7 +19,15 @@ from outrider.cli.forwards import chosen
 from outrider.cli.learn import LearnOptions, summary
 from outrider.cli.opened import opened
 from outrider.cli.outputs import OutputFile, Wanted, profile
-from outrider.cli.printed import note_room, print_json, print_line, print_measures, print_output, print_profile
+from outrider.cli.printed import (
+    note_room,
+    print_json,
+    print_line,
+    print_measures,
+    print_output,
+    print_profile,
+    why_few_drafts,
+)
 from outrider.cli.prompts import Entry, entries
 from outrider.cli.request import RequestOptions
 from outrider.core.destination import locked_file
@@ -113,19 +121,19 @@ class Run:
     """The results of a task so far; changes in place.
 
     Attributes:
+        engine: What makes the outputs; None where another program does.
         outputs: Ended outputs.
         records: The same as objects of JSON.
         failed: Prompts that failed, with the reason.
         steps: Steps of each request, if they are reported.
-        forwards: How the forwards of each model run.
     """
 
     task: Task
+    engine: Engine | None = None
     outputs: list[Output] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     failed: dict[str, Exception] = field(default_factory=dict)
     steps: dict[str, list[Step]] = field(default_factory=lambda: defaultdict(list))
-    forwards: dict[str, str] = field(default_factory=dict)
 
     @property
     def status(self) -> int:
@@ -141,7 +149,10 @@ class Run:
         """Note an output, write it and print it."""
         record = wanted.record(output)
         if self.task.profile:
-            record["profile"] = profile(self.steps[output.id]) | {"forwards": self.forwards}
+            forwards = {} if self.engine is None else chosen(self.engine)
+            record["profile"] = profile(self.steps[output.id]) | {"forwards": forwards}
+        if self.engine is not None and (why := why_few_drafts(self.engine, [output])) is not None:
+            record["why_few_drafts"] = why
         if self.task.output is not None:
             OutputFile(path=self.task.output).add(record)
         self.outputs.append(output)
@@ -179,9 +190,8 @@ def held_outputs(task: Task, prompts: Sequence[Entry]) -> Iterator[list[Wanted]]
 
 def _make(task: Task, prompts: Sequence[Entry], wanted: Sequence[Wanted]) -> None:
     """Make the outputs that are wanted."""
-    made = Run(task=task)
     engine = opened(task.setup, divided=True)
-    made.forwards = chosen(engine)
+    made = Run(task=task, engine=engine)
     if engine.tokenizer is None:
         raise InputError("there is no tokenizer beside the target, and a text needs one; name it with --tokenizer")
     note_room(engine, task.request.max_new_tokens)
@@ -286,7 +296,7 @@ def _report(engine: Engine, prompts: Sequence[Prompt], made: Run) -> None:
             print_json(record | {"compare": report})
         return
     if made.outputs and is_first():
-        print_measures(made.outputs)
+        print_measures(made.outputs, why_few_drafts(engine, made.outputs))
     if task.profile:
         print_profile(profile([step for steps in made.steps.values() for step in steps]), chosen(engine))
     if report is not None:

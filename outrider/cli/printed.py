@@ -10,6 +10,7 @@ from rich.table import Table
 
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
+from outrider.lengths.protocol import LoadPolicy
 
 
 def print_json(record: Mapping[str, Any]) -> None:
@@ -25,8 +26,21 @@ def print_output(index: int, output: Output) -> None:
     console.print(output.text, markup=False)
 
 
-def print_measures(outputs: Sequence[Output]) -> None:
-    """Print the numbers of tokens, of steps and of accepted draft tokens."""
+FEW = 0.05
+"""Draft tokens per step of which the reader wants to know why there are so few."""
+
+
+def why_few_drafts(engine: Engine, outputs: Sequence[Output]) -> str | None:
+    """Why (nearly) nothing was drafted, as a sentence; None where more was, or where nothing was to be."""
+    policy, steps = engine.parts.length, sum(output.num_steps for output in outputs)
+    drafted = sum(output.num_draft_tokens for output in outputs)
+    if engine.parts.drafter.max_depth == 0 or not isinstance(policy, LoadPolicy) or drafted > FEW * steps:
+        return None
+    return f"{'little' if drafted else 'nothing'} was drafted: {policy.why_plain(engine.parts.experience)}"
+
+
+def print_measures(outputs: Sequence[Output], why: str | None = None) -> None:
+    """Print the numbers of tokens, of steps and of accepted draft tokens, and why there were so few of these."""
     tokens = sum(len(o.tokens) for o in outputs)
     steps = sum(o.num_steps for o in outputs)
     drafted, accepted = sum(o.num_draft_tokens for o in outputs), sum(o.num_accepted_tokens for o in outputs)
@@ -35,7 +49,7 @@ def print_measures(outputs: Sequence[Output]) -> None:
         line += f", {accepted} of {drafted} draft tokens accepted ({accepted / drafted:.0%})"
     if len(outputs) == 1:
         line += f", {outputs[0].tokens_per_second:.0f} tokens/s"
-    print_line(line)
+    print_line(line if why is None else f"{line}; {why}")
 
 
 def print_line(line: str) -> None:

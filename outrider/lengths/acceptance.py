@@ -1,18 +1,16 @@
 """How often draft tokens are accepted, by their depth: over all requests of an engine, and of one request."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider.lengths.hits import NO_HITS, Hits
+from outrider.lengths.hits import FADE, NO_HITS, Hits
 
 PRIOR, WEIGHT = 0.6, 8.0
 """Acceptance at depth 1 before any is seen; and as how many tested tokens of a depth the other depths count."""
 RISE = 0.4
 """How much the logit of acceptance rises from a depth to one that is e times as deep. It is 0.45 in texts of the
 embedded pair at temperature 1."""
-HALF_LIFE = 500.0
-"""Tested tokens after which a pooled count weighs half."""
 OWN_DECAY = 0.99
 """Weight of a request's earlier steps, per step, whether it drafted or not."""
 VARIANCE, WIDE_VARIANCE = 0.3, 1.5
@@ -26,7 +24,7 @@ NEWTON_STEPS, LONGEST_STEP = 4, 2.0
 class PooledAcceptance:
     r"""Acceptance by depth over all requests. Changes in place.
 
-    $a_i = (k_i + 8 \bar a_i) / (n_i + 8)$, with $n_i$ tokens tested at depth i, $k_i$ of them accepted, both decayed.
+    $a_i = (k_i + 8 \bar a_i) / (n_i + 8)$, with $n_i$ tokens tested at depth i, $k_i$ of them accepted; both fade.
     $\bar a_i$ is `prior_rates`, with all logits moved as far as the counts of all depths make likeliest. A token is
     tested if all before it were accepted. So the first rejected token of a draft is tested, and the tokens behind it
     are not.
@@ -38,7 +36,7 @@ class PooledAcceptance:
 
     Example:
         >>> pooled = PooledAcceptance()
-        >>> pooled.note([(3, 2), (3, 0)])
+        >>> pooled.note([(3, 2), (3, 0)], asked=2)
         >>> pooled.tested, pooled.accepted
         ([2.0, 1.0, 1.0], [1.0, 1.0, 0.0])
     """
@@ -47,44 +45,38 @@ class PooledAcceptance:
     accepted: list[float] = field(default_factory=list)
     hits: Hits = NO_HITS
 
-    def note(self, drafts: Iterable[tuple[int, int]]) -> None:
-        """Count drafts: the number of draft tokens of each, and how many of them were accepted."""
-        drafts = [(drafted, accepted) for drafted, accepted in drafts if drafted]
-        if not drafts:
-            return
-        decay = 0.5 ** (sum(min(accepted + 1, drafted) for drafted, accepted in drafts) / HALF_LIFE)
-        more = [0.0] * (max(drafted for drafted, _ in drafts) - len(self.tested))
-        self.tested = [decay * count for count in self.tested] + more
-        self.accepted = [decay * count for count in self.accepted] + more
+    @property
+    def num_drafts(self) -> float:
+        """How many drafts are remembered."""
+        return max([self.hits.asked, *self.tested[:1]])
+
+    def note(self, drafts: Sequence[tuple[int, int]], *, asked: int) -> None:
+        """Count a step. Earlier ones fade, whether this one drafts or not.
+
+        Args:
+            drafts: For each request, the number of draft tokens and how many of them were accepted.
+            asked: How many requests asked for a draft.
+        """
+        more = [0.0] * (max([drafted for drafted, _ in drafts], default=0) - len(self.tested))
+        self.tested = [FADE * count for count in self.tested] + more
+        self.accepted = [FADE * count for count in self.accepted] + more
         for drafted, accepted in drafts:
             for depth in range(min(accepted + 1, drafted)):
                 self.tested[depth] += 1
             for depth in range(accepted):
                 self.accepted[depth] += 1
+        self.hits = self.hits.after(asked=asked, found=sum([drafted > 0 for drafted, _ in drafts]))
 
     def rates(self, longest: int) -> list[float]:
         """$a_1, a_2, \\ldots$ up to a depth."""
-        moved = _moved(prior_rates(longest), self.tested, self.accepted, WIDE_VARIANCE)
+        return self.rates_and_variance(longest)[0]
+
+    def rates_and_variance(self, longest: int) -> tuple[list[float], float]:
+        """The rates up to a depth, and the variance of what moves the logits of all."""
+        moved, variance = _moved_and_left(prior_rates(longest), self.tested, self.accepted, WIDE_VARIANCE)
         counts = zip(self.tested, self.accepted, moved, strict=False)
         found = [(accepted + WEIGHT * rate) / (tested + WEIGHT) for tested, accepted, rate in counts]
-        return found + moved[len(found) :]
-
-    def spread(self, length: int, hits: float = 1.0) -> float:
-        r"""Standard deviation of the expected tokens of a draft, from that of the rates (delta method).
-
-        With $w_j = \prod_{i \le j} a_i$ and hits at a rate of h the expected number is $1 + h \sum_j w_j$. Its
-        derivative by $a_i$ is $h \sum_{j \ge i} w_j / a_i$, and $\sum_j w_j$ by h.
-
-        Args:
-            hits: The rate of hits before any draft was asked for.
-        """
-        rates = self.rates(length)
-        reached, behind, variance = tokens_by_length(rates), 0.0, 0.0
-        for depth in reversed(range(length)):
-            behind += reached[depth + 1] - reached[depth]
-            tested = self.tested[depth] if depth < len(self.tested) else 0.0
-            variance += behind**2 * (1 - rates[depth]) / max(rates[depth], 1e-6) / (tested + WEIGHT + 1)
-        return math.sqrt(self.hits.rate(hits) ** 2 * variance + (reached[length] - 1) ** 2 * self.hits.variance(hits))
+        return found + moved[len(found) :], variance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,15 +103,20 @@ class OwnAcceptance:
     accepted: tuple[float, ...] = ()
     hits: Hits = NO_HITS
 
+    @property
+    def num_drafts(self) -> float:
+        """How many drafts are remembered."""
+        return max([self.hits.asked, *self.tested[:1]])
+
     def after(self, drafted: int, accepted: int, *, asked: bool = False) -> "OwnAcceptance":
         """The counts after a step.
 
         Args:
             asked: Whether a draft was asked for. It is where there is one.
         """
-        hits = self.hits.after(asked=1, found=int(drafted > 0)) if asked or drafted else self.hits
-        if not drafted and not self.tested:
-            return self if hits is self.hits else OwnAcceptance(hits=hits)
+        asked = asked or drafted > 0
+        if not asked and not self.hits.asked:
+            return self
         count = max(len(self.tested), drafted)
         tested = [OWN_DECAY * old for old in self.tested] + [0.0] * (count - len(self.tested))
         kept = [OWN_DECAY * old for old in self.accepted] + [0.0] * (count - len(self.accepted))
@@ -127,17 +124,21 @@ class OwnAcceptance:
             tested[depth] += 1
         for depth in range(accepted):
             kept[depth] += 1
+        hits = self.hits.after(asked=int(asked), found=int(drafted > 0))
         return OwnAcceptance(tested=tuple(tested), accepted=tuple(kept), hits=hits)
 
-    def rates(self, pooled: Sequence[float], variance: float, above: float = 0.0) -> list[float]:
+    def rates(self, pooled: Sequence[float], variance: float) -> list[float]:
         """The request's acceptance by depth.
 
         Args:
             pooled: That of all requests.
             variance: Of the prior of u.
-            above: By how many of its standard deviations u is to be larger than the likeliest one.
         """
-        return _moved(pooled, self.tested, self.accepted, variance, above)
+        return self.rates_and_variance(pooled, variance)[0]
+
+    def rates_and_variance(self, pooled: Sequence[float], variance: float) -> tuple[list[float], float]:
+        """The request's acceptance by depth, and the variance of u that its counts leave."""
+        return _moved_and_left(pooled, self.tested, self.accepted, variance)
 
 
 def prior_rates(longest: int) -> list[float]:
@@ -202,26 +203,30 @@ def tokens_by_length(rates: Sequence[float]) -> list[float]:
     return found
 
 
-def _moved(
-    rates: Sequence[float],
-    tested: Sequence[float],
-    accepted: Sequence[float],
-    variance: float,
-    above: float = 0.0,
-) -> list[float]:
-    """Rates whose logits are all moved by the likeliest number; or by so many of its standard deviations more."""
-    return _moved_and_left(rates, tested, accepted, variance, above)[0]
+def spreads_by_length(rates: Sequence[float]) -> list[float]:
+    r"""How much the expected tokens of drafts of n = 0, 1, ... tokens grow with what moves the logits of all rates.
+
+    With $w_j = \prod_{i \le j} a_i$ it is $\sum_{j \le n} w_j \sum_{i \le j} (1 - a_i)$, because a logit that grows
+    moves $\ln a_i$ by $1 - a_i$. Times the standard deviation of what moves them it is that of the tokens (delta
+    method).
+
+    Example:
+        >>> spreads_by_length([0.5, 0.5])
+        [0.0, 0.25, 0.5]
+    """
+    found, reached, slope = [0.0], 1.0, 0.0
+    for rate in rates:
+        reached *= rate
+        slope += 1 - rate
+        found.append(found[-1] + reached * slope)
+    return found
 
 
 def _moved_and_left(
-    rates: Sequence[float],
-    tested: Sequence[float],
-    accepted: Sequence[float],
-    variance: float,
-    above: float = 0.0,
+    rates: Sequence[float], tested: Sequence[float], accepted: Sequence[float], variance: float
 ) -> tuple[list[float], float]:
-    """Rates whose logits are all moved by the likeliest number, which is around 0 with this variance at first, or by so
-    many of its standard deviations more; and the variance that the counts leave.
+    """Rates whose logits are all moved by the likeliest number, which is around 0 with this variance at first; and the
+    variance that the counts leave.
     """
     if not tested:
         return list(rates), variance
@@ -234,5 +239,4 @@ def _moved_and_left(
             slope += kept - count * rate
             curvature += count * rate * (1 - rate)
         own += min(max(slope / curvature, -LONGEST_STEP), LONGEST_STEP)
-    own += above / math.sqrt(curvature)
     return [1 / (1 + math.exp(-logit - own)) for logit in logits], 1 / curvature

@@ -18,14 +18,16 @@ RECORD = "acceptance"
 MOST_RECALLED = 32.0
 """As how many tested tokens of a depth the acceptance of earlier processes counts at most, and as how many drafts what
 they found: texts differ."""
-FIRST_SAVE, SAVE = 64, 1024
+FIRST_SAVE, SAVE = 8, 1024
 """Steps after which acceptance is saved first, and most steps between later saves."""
 PAUSE = 600.0
 """Least seconds between two measurements of the costs."""
+MOST_DOUBT = 0.1
+"""Costs of more doubt are measured again, because drafts then have to gain too much."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Habit:
+class PolicyState:
     """What the last choices were, so that lengths do not change at every step.
 
     Attributes:
@@ -33,10 +35,8 @@ class Habit:
         rooms: Longest drafts that they could make.
         lengths: Their draft lengths.
         age: Steps since these were chosen.
-        length: The last draft length of requests without a seed. The other fields are about these requests too.
-        doubts: Choices in a row before which drafts seemed to lose time.
-        resting: Whether steps are plain because drafts are not likely to gain. So it is at first.
-        rested: Plain steps since the last draft.
+        length: The last draft length of requests without a seed; 0 while their drafts are not likely to gain.
+        gain: How much faster than plain steps drafts seemed by the last plan, as a share; None before any.
     """
 
     ids: Sequence[str] = ()
@@ -44,9 +44,7 @@ class Habit:
     lengths: Sequence[int] = ()
     age: int = 0
     length: int = 0
-    doubts: int = 0
-    resting: bool = True
-    rested: int = 0
+    gain: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +53,12 @@ class Choice:
 
     Attributes:
         lengths: Longest draft of each request.
-        habit: What the next choice will remember.
+        state: What the next choice will remember.
         context: Tokens of a request before the step, on average.
     """
 
     lengths: Sequence[int]
-    habit: Habit
+    state: PolicyState
     context: int = 0
 
 
@@ -71,7 +69,7 @@ class Experience:
         costs: What steps cost; None if that is not known.
         greedy: Pooled acceptance of requests at temperature 0.
         sampled: Pooled acceptance of all others.
-        habit: The last choices for requests without a seed.
+        state: The last choices.
         num_steps: Number of steps so far.
 
     Args:
@@ -83,7 +81,7 @@ class Experience:
         self.costs = costs
         self.greedy = PooledAcceptance()
         self.sampled = PooledAcceptance()
-        self.habit = Habit()
+        self.state = PolicyState()
         self.num_steps = 0
         self._key = key
         self._due = due
@@ -105,7 +103,9 @@ class Experience:
     @property
     def stale(self) -> bool:
         """Whether the costs must be measured anew, as soon as no request runs."""
-        return self._due or (self._drift.found and time.monotonic() - self._began > PAUSE)
+        if self._due or self.costs is None:
+            return self._due
+        return (self._drift.found or self.costs.doubt > MOST_DOUBT) and time.monotonic() - self._began > PAUSE
 
     @property
     def cost_drift(self) -> float:
@@ -125,7 +125,7 @@ class Experience:
     def copied(self) -> "Experience":
         """A copy that learns apart and keeps nothing. The costs are shared, because they never change."""
         other = Experience(self.costs)
-        other.greedy, other.sampled, other.habit = deepcopy(self.greedy), deepcopy(self.sampled), self.habit
+        other.greedy, other.sampled, other.state = deepcopy(self.greedy), deepcopy(self.sampled), self.state
         return other
 
     def note(
@@ -139,16 +139,15 @@ class Experience:
             seconds: What the step took; None where it did more than draft and verify, such as prefill, so that its
                 time cannot be compared.
         """
-        self.habit = choice.habit
+        self.state = choice.state
         self.num_steps += 1
         drafts = [(made.num_draft_tokens, made.num_accepted_tokens) for made in steps]
         draws = [request.sampling.temperature > 0 for request in requests]
         drafting = sum([drafted > 0 for drafted, _ in drafts])
-        if any(choice.lengths):
-            for pooled, drawn in ((self.greedy, False), (self.sampled, True)):
-                own = [i for i, length in enumerate(choice.lengths) if length and draws[i] == drawn]
-                pooled.note([drafts[i] for i in own])
-                pooled.hits = pooled.hits.after(asked=len(own), found=sum([drafts[i][0] > 0 for i in own]))
+        for pooled, drawn in ((self.greedy, False), (self.sampled, True)):
+            own = [i for i, each in enumerate(draws) if each == drawn]
+            if own:
+                pooled.note([drafts[i] for i in own], asked=sum([choice.lengths[i] > 0 for i in own]))
         if self.costs is not None and seconds is not None:
             longest = max(drafts)[0]
             costs = self.costs.steps(len(steps), sampled=any(draws), context=choice.context, longest=longest)

@@ -6,19 +6,24 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from outrider.core.types import InputError, Running, Step
-from outrider.lengths.acceptance import VARIANCE, OwnAcceptance, rates_by_others, tokens_by_length
+from outrider.lengths.acceptance import (
+    VARIANCE,
+    OwnAcceptance,
+    PooledAcceptance,
+    rates_by_others,
+    spreads_by_length,
+    tokens_by_length,
+)
 from outrider.lengths.costs import CostTable, Steps
-from outrider.lengths.experience import Choice, Experience, Habit
+from outrider.lengths.experience import Choice, Experience, PolicyState
+from outrider.lengths.hits import NO_HITS, Hits
 from outrider.trees.protocol import Level
 
-LIKELY, UNLIKELY, HOPELESS = -0.253, -0.842, -2.0
-"""The gain of drafts, in standard deviations: it is positive with a probability of 0.4, 0.2 and 0.02."""
-DOUBTS = 6
-"""Doubtful steps in a row after which drafting stops."""
-GRACE = 0.4
-"""A request with a seed that has drafted goes on where it would gain if its acceptance were better than it seems, by so
-many standard deviations: the gain is positive with a probability of a third.
-"""
+UNLIKELY = -1.28
+"""Drafts are made unless a gain has a probability below 0.1: it is less than 0 by more standard deviations."""
+CREDIT = 1.5
+"""What drafts may cost that are made to learn how often they are accepted, in plain steps: all that are remembered,
+taken as if none was accepted. Since they fade, this is half a percent of the time."""
 HOLD, BETTER = 8, 1.01
 """For how many steps a choice to draft holds for the same requests, and how much faster another length must be."""
 NEWCOMERS = 0.25
@@ -32,10 +37,6 @@ KEEP = 0.4
 the time."""
 AHEAD = 0.5
 """As how much of what a request may still emit its output is taken to go on."""
-ALLOWANCE, LEAST_REST = 0.005, 16
-"""Share of the time that drafts may cost while steps are plain, and fewest plain steps between two of them: so long
-does a choice to draft nothing hold.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +53,14 @@ class GoodputLength:
 
     The choice reads no clock. A gain is one of more than seven percent, and of more than 1.645 standard errors of the
     table's costs; once requests draft, 0.4 times as much is enough to go on. What a drafter must read before a
-    request's first draft is part of the costs. Drafts begin when they are likely to gain (a probability above 0.4).
-    They stop when that is unlikely (below 0.2 six times in a row). Meanwhile a draft of one token now and then, for
-    half a percent of the time, tells whether acceptance has changed. Lengths are chosen before drafting, from earlier
-    steps. So the law is kept.
+    request's first draft is part of the costs. Drafts are made unless a gain is unlikely (a probability below 0.1), by
+    the uncertainty of the acceptance. So a new pair drafts at once, and stops after a few drafts that fail. Then a
+    draft of one token now and then, for half a percent of the time, tells whether acceptance has changed. Lengths are
+    chosen before drafting, from earlier steps. So the law is kept.
 
     A request that comes with a seed and a temperature above 0 repeats its text. Its length depends on the kept costs,
     the number of requests in the step, a fixed prior, its own acceptance, and that of the step's other requests with a
-    seed. It begins where drafts are expected to gain, and stops where the probability of a gain is below a third,
-    because a few bad drafts say little. If the costs are not kept, it drafts `fallback` tokens.
+    seed. The rule is the same. If the costs are not kept, it drafts `fallback` tokens.
 
     Attributes:
         most: Longest draft.
@@ -95,101 +95,193 @@ class GoodputLength:
         return _own(state).after(step.num_draft_tokens, step.num_accepted_tokens, asked=step.room > 0)
 
     def choose(self, experience: Experience, states: Sequence[Running], rooms: Sequence[int]) -> Choice:
-        costs, habit = experience.costs, experience.habit
+        costs, last = experience.costs, experience.state
         if costs is None:
-            return Choice(lengths=[min(room, self.fallback) for room in rooms], habit=habit)
+            return Choice(lengths=[min(room, self.fallback) for room in rooms], state=last)
         context = sum([len(state.tokens) for state in states]) // len(states)
         ids, limit = [state.request.id for state in states], self.limit(None)
         rooms = [min(room, limit) for room in rooms]
-        if _holds(habit, states, ids, rooms):
-            older = replace(habit, age=habit.age + 1, rested=habit.rested + 1 if habit.resting else 0)
-            return Choice(lengths=habit.lengths, habit=older, context=context)
+        if _holds(last, states, ids, rooms):
+            return Choice(lengths=last.lengths, state=replace(last, age=last.age + 1), context=context)
         draws = any(state.request.sampling.temperature > 0 for state in states)
-        steps = costs.steps(len(states), sampled=draws, context=context, longest=self.most)
-        missed = costs.missed(len(states), sampled=draws, context=context)
+        step_costs = _StepCosts(
+            steps=costs.steps(len(states), sampled=draws, context=context, longest=self.most),
+            missed=costs.missed(len(states), sampled=draws, context=context),
+            catch_up=costs.catch_up,
+            margin=margin_of(costs),
+        )
         seeded = [i for i, state in enumerate(states) if state.request.repeats]
         others = [i for i, state in enumerate(states) if not state.request.repeats]
-        lengths = [0] * len(states)
-        if seeded and not costs.kept:
+        lengths, length, certain, gain = [0] * len(states), last.length, True, last.gain
+        if not costs.kept:
             for i in seeded:
                 lengths[i] = min(rooms[i], self.fallback)
-        elif seeded:
-            late = [_late(states[i], costs, len(states)) for i in seeded]
-            expected = rates_by_others([_own(states[i].length_state) for i in seeded], self.most)
-            likeliest, likely = (
-                [
-                    self._drafts(states[i], rates, _usual(states[i]), variance, rooms[i], above)
-                    for i, (rates, variance) in zip(seeded, expected, strict=True)
-                ]
-                for above in (0.0, GRACE)
+        elif seeded and any(rooms[i] for i in seeded):
+            own = [_own(states[i].length_state) for i in seeded]
+            beliefs = [
+                _Belief(rates=rates, variance=variance, hits=NO_HITS)
+                for rates, variance in rates_by_others(own, self.most)
+            ]
+            asked, drafting = sum([each.num_drafts for each in own]), any(each.tested for each in own)
+            plan = self._plan(
+                step_costs, [states[i] for i in seeded], [rooms[i] for i in seeded], beliefs, asked, drafting
             )
-            plan = _best(_plans(steps, missed, likely, margin_of(costs), late))
-            if plan.gain > 0:
-                length = _best(_plans(steps, missed, likeliest, margin_of(costs), late)).length
-                _let_draft(lengths, [seeded[k] for k in plan.who], rooms, length)
+            certain, gain = plan.certain, plan.gain
+            for k in plan.who:
+                lengths[seeded[k]] = min(rooms[seeded[k]], plan.length)
         if others and any(rooms[i] for i in others):
-            habit, who, length = self._pooled(experience, states, rooms, others, steps, missed, costs, context)
-            _let_draft(lengths, who, rooms, length)
-        # A doubtful choice, and a try while resting, are for one step. They say nothing of requests with a seed.
-        once = habit.doubts > 0 or (habit.resting and any(lengths[i] for i in others))
-        holds = not (others and once)
-        habit = replace(habit, ids=ids, rooms=rooms, lengths=lengths, age=1 if holds else LEAST_REST)
-        return Choice(lengths=lengths, habit=habit, context=context)
+            known = {id(pool): _Belief.of(pool, self.most) for pool in (experience.greedy, experience.sampled)}
+            beliefs = [known[id(experience.pooled(states[i].request))] for i in others]
+            held = last.length if len(last.ids) == len(states) else 0
+            asked = experience.pooled(states[others[0]].request).num_drafts
+            plan = self._plan(
+                step_costs,
+                [states[i] for i in others],
+                [rooms[i] for i in others],
+                beliefs,
+                asked,
+                last.length > 0,
+                held,
+            )
+            certain, length, gain = certain and plan.certain, 0 if plan.tries else plan.length, plan.gain
+            for k in plan.who:
+                lengths[others[k]] = min(rooms[others[k]], plan.length)
+        state = PolicyState(ids=ids, rooms=rooms, lengths=lengths, age=1 if certain else HOLD, length=length, gain=gain)
+        return Choice(lengths=lengths, state=state, context=context)
 
-    def _pooled(
+    def _plan(
         self,
-        experience: Experience,
+        costs: "_StepCosts",
         states: Sequence[Running],
         rooms: Sequence[int],
-        indices: Sequence[int],
-        steps: Steps,
-        missed: Sequence[float],
-        costs: CostTable,
-        context: int,
-    ) -> tuple[Habit, Sequence[int], int]:
-        """The new habit, the requests that draft, and how long; of requests without a seed."""
-        habit, num_requests = experience.habit, len(states)
-        rates = {id(p): p.rates(self.most) for p in (experience.greedy, experience.sampled)}
-        drafts = []
-        for i in indices:
-            own = experience.pooled(states[i].request)
-            drafts.append(self._drafts(states[i], rates[id(own)], own.hits.rate(_usual(states[i])), VARIANCE, rooms[i]))
-        margin = margin_of(costs) * (1.0 if habit.resting else KEEP)
-        plans = _plans(steps, missed, drafts, margin, [_late(states[i], costs, num_requests) for i in indices])
-        plan = _best(plans)
-        if not habit.resting and len(habit.ids) == num_requests and 0 < habit.length <= self.most:
-            old = plans[habit.length - 1]
-            plan = old if plan.rate < BETTER * old.rate else plan
-        pooled = experience.pooled(states[indices[0]].request)
-        spread = pooled.spread(plan.length, _usual(states[indices[0]]))
-        sure = plan.gain / max(spread * len(plan.who) / len(indices), 1e-9)
-        doubts = habit.doubts + 1 if sure <= UNLIKELY else 0
-        if habit.resting:
-            stops = sure < LIKELY
-        else:
-            stops = doubts >= DOUBTS or sure <= HOPELESS
-        if not stops:
-            return Habit(length=plan.length, doubts=doubts, resting=False), [indices[k] for k in plan.who], plan.length
-        tries = habit.resting and habit.rested >= _rest(steps, costs, num_requests, context)
-        rested = 0 if tries else habit.rested + 1 if habit.resting else 1
-        return Habit(length=habit.length, resting=True, rested=rested), indices, int(tries)
+        beliefs: Sequence["_Belief"],
+        asked: float,
+        drafting: bool,
+        held: int = 0,
+    ) -> "_Decision":
+        """Which of some requests draft, and how long.
 
-    def _drafts(
-        self,
-        state: Running,
-        pooled: Sequence[float],
-        hits: float,
-        variance: float,
-        room: int,
-        above: float = 0.0,
-    ) -> "_Drafts":
-        """What drafts of a request are worth; they are at most as long as there is room."""
-        own = _own(state.length_state)
-        found = tokens_by_length(own.rates(pooled, variance, above))
-        if room < len(found):
-            found = found[: room + 1] + [found[room]] * (len(found) - 1 - room)
-        rate = own.hits.rate(hits)
-        return _Drafts(tokens=found if rate == 1 else [1 + rate * (n - 1) for n in found], hits=rate)
+        Args:
+            beliefs: What is known of each request besides its own drafts.
+            asked: How many drafts of these requests are remembered.
+            drafting: Whether they have been drafting.
+            held: The length that they have, which a little better one does not replace.
+        """
+        drafts = [_drafts(*each) for each in zip(states, beliefs, rooms, strict=True)]
+        late = [_catch_up_cost(state, costs.catch_up, len(costs.steps) - 1) for state in states]
+        plans = _plans(costs.steps, costs.missed, drafts, costs.margin * (KEEP if drafting else 1.0), late)
+        plan = _best(plans)
+        if 0 < held <= self.most:
+            old = plans[held - 1]
+            plan = old if plan.rate < BETTER * old.rate else plan
+        plain, count = costs.steps[0][0], len(states)
+        reading = costs.catch_up * sum([len(state.tokens) for state in states if not _own(state.length_state).tested])
+        spread = sum([drafts[k].spreads[plan.length] for k in plan.who]) / count
+        gain = plan.rate - 1
+        if plan.gain > 0 or (plan.gain > UNLIKELY * spread and reading <= CREDIT * plain):
+            return _Decision(length=plan.length, who=plan.who, certain=plan.gain > -UNLIKELY * spread, gain=gain)
+        if (asked / count + 1) * (max(0.0, costs.steps[count][1] - plain) + reading) <= CREDIT * plain:
+            return _Decision(length=1, who=range(count), tries=True, certain=False, gain=gain)
+        return _Decision(length=0, who=(), certain=True, gain=gain)
+
+    def why_plain(self, experience: Experience) -> str:
+        """Why the last steps drafted nothing: what drafts must gain, what they seem to, and what was seen of them."""
+        costs, gain = experience.costs, experience.state.gain
+        if costs is None or gain is None:
+            return "no step had room for a draft"
+        pools = (experience.greedy, experience.sampled)
+        tested, accepted = (
+            sum(map(sum, counts)) for counts in zip(*((p.tested, p.accepted) for p in pools), strict=True)
+        )
+        seen = "none was tested yet" if tested < 1 else f"{accepted / tested:.0%} of draft tokens were accepted so far"
+        asked, found = (sum(counts) for counts in zip(*((p.hits.asked, p.hits.found) for p in pools), strict=True))
+        if found < NEAR * asked:
+            seen = f"the drafter found a draft in {found / asked:.0%} of the steps that looked for one"
+        if experience.state.length:
+            return seen
+        unsure = CERTAIN * costs.doubt > MARGIN
+        because = ", because the costs of this machine are uncertain," if unsure else ""
+        advice = "; measure again with `outrider prepare`" if unsure else ""
+        seems = f"gain {gain:.0%}" if gain > 0 else f"lose {-gain:.0%}"
+        return f"drafts would have to gain {margin_of(costs):.0%}{because} and seem to {seems} ({seen}){advice}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StepCosts:
+    """What steps of the requests cost.
+
+    Attributes:
+        steps: Seconds by how many draft, and by length.
+        missed: Seconds of a step in which no draft is found, by the number of requests that ask for one.
+        catch_up: Seconds for each token that a drafter has to read first.
+        margin: How much faster than a plain step drafts must seem.
+    """
+
+    steps: Steps
+    missed: Sequence[float]
+    catch_up: float
+    margin: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Decision:
+    """Which of some requests draft, and how long.
+
+    Attributes:
+        length: Draft length; 0: none.
+        who: The requests, by their places.
+        tries: Whether the drafts are made to learn alone.
+        certain: Whether the choice holds for more than a step.
+        gain: How much faster than plain steps drafts seem, as a share.
+    """
+
+    length: int
+    who: Sequence[int]
+    tries: bool = False
+    certain: bool
+    gain: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Belief:
+    """What is known of a request besides its own drafts.
+
+    Attributes:
+        rates: Acceptance by depth.
+        variance: Of what moves the logits of a request's rates away from these.
+        common: Of what moves those of all requests.
+        hits: Counts of drafts of all requests.
+    """
+
+    rates: Sequence[float]
+    variance: float
+    common: float = 0.0
+    hits: Hits
+
+    @classmethod
+    def of(cls, pool: PooledAcceptance, longest: int) -> "_Belief":
+        """By the acceptance of all requests."""
+        rates, common = pool.rates_and_variance(longest)
+        return cls(rates=rates, variance=VARIANCE, common=common, hits=pool.hits)
+
+
+def _drafts(state: Running, belief: _Belief, room: int) -> "_Drafts":
+    """What drafts of a request are worth; they are at most as long as there is room."""
+    own, usual = _own(state.length_state), getattr(state.drafter, "usual_hits", 1.0)
+    rates, left = own.rates_and_variance(belief.rates, belief.variance)
+    before = belief.hits.rate(usual)
+    hits = own.hits.rate(before)
+    of_hits = (belief.hits if belief.hits is not NO_HITS else own.hits).variance(usual)
+    tokens = [1 + hits * (n - 1) for n in tokens_by_length(rates)]
+    deviation = math.sqrt(left + belief.common)
+    spreads = [
+        math.sqrt((hits * deviation * slope) ** 2 + of_hits * ((n - 1) / hits) ** 2)
+        for slope, n in zip(spreads_by_length(rates), tokens, strict=True)
+    ]
+    if room < len(rates):
+        short = len(rates) - room
+        tokens, spreads = ([*each[: room + 1], *[each[room]] * short] for each in (tokens, spreads))
+    return _Drafts(tokens=tokens, spreads=spreads, hits=hits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,10 +290,12 @@ class _Drafts:
 
     Attributes:
         tokens: Expected tokens of a step, by draft length.
+        spreads: Their standard deviations, which come from those of acceptance and hits.
         hits: The probability that the drafter finds a draft.
     """
 
     tokens: Sequence[float]
+    spreads: Sequence[float]
     hits: float
 
 
@@ -277,17 +371,17 @@ def _best(plans: Sequence[_Plan]) -> _Plan:
     return next(plan for plan in plans if plan.rate >= NEAR * most)
 
 
-def _holds(habit: Habit, states: Sequence[Running], ids: Sequence[str], rooms: Sequence[int]) -> bool:
+def _holds(last: PolicyState, states: Sequence[Running], ids: Sequence[str], rooms: Sequence[int]) -> bool:
     """Whether the last choice still holds: for the same requests, as long as there is room for their drafts. One to
     draft nothing holds also if a few of many requests are new, because it says something of all texts.
     """
-    if len(habit.lengths) != len(ids) or habit.age >= (HOLD if any(habit.lengths) else LEAST_REST):
+    if len(last.lengths) != len(ids) or last.age >= HOLD:
         return False
-    if habit.ids == ids:
-        return all(map(_has_room, habit.lengths, rooms, habit.rooms))
-    if any(habit.lengths) or not any(habit.rooms) or any(state.request.repeats for state in states):
+    if last.ids == ids:
+        return all(map(_has_room, last.lengths, rooms, last.rooms))
+    if any(last.lengths) or not any(last.rooms) or any(state.request.repeats for state in states):
         return False
-    return len(set(ids).difference(habit.ids)) <= NEWCOMERS * len(ids)
+    return len(set(ids).difference(last.ids)) <= NEWCOMERS * len(ids)
 
 
 def _has_room(length: int, room: int, before: int) -> bool:
@@ -295,13 +389,7 @@ def _has_room(length: int, room: int, before: int) -> bool:
     return length <= room <= before
 
 
-def _let_draft(lengths: list[int], who: Sequence[int], rooms: Sequence[int], length: int) -> None:
-    """Set the lengths of some requests, as far as they have room."""
-    for i in who:
-        lengths[i] = min(rooms[i], length)
-
-
-def _late(state: Running, costs: CostTable, num_requests: int) -> float:
+def _catch_up_cost(state: Running, catch_up: float, num_requests: int) -> float:
     """Seconds for each token that a request goes on, for what its drafter has to read before the first draft.
 
     In a step of many requests the next ones will find the drafter at work. So the tokens over which this is spread are
@@ -311,21 +399,7 @@ def _late(state: Running, costs: CostTable, num_requests: int) -> float:
         return 0.0
     most = state.request.max_new_tokens
     left = most - (len(state.tokens) - len(state.request.prompt))
-    return costs.catch_up * len(state.tokens) / max(1.0, AHEAD * max(left, most * (1 - 1 / num_requests)))
-
-
-def _rest(steps: Steps, costs: CostTable, num_requests: int, context: int) -> float:
-    """Plain steps between two drafts of one token, so that these take their share of the time: what they cost more
-    than plain steps, and what a drafter must read that did not read along.
-    """
-    plain, drafted = steps[0][0], steps[num_requests][1]
-    extra = max(0.0, drafted - plain) + costs.catch_up * num_requests * context
-    return max(LEAST_REST, extra / (ALLOWANCE * plain))
-
-
-def _usual(state: Running) -> float:
-    """How likely the drafter of a request finds a draft, before that is known."""
-    return getattr(state.drafter, "usual_hits", 1.0)
+    return catch_up * len(state.tokens) / max(1.0, AHEAD * max(left, most * (1 - 1 / num_requests)))
 
 
 def _own(state: object) -> OwnAcceptance:

@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
-HALF_LIFE = 200.0
-"""Drafts after which a count weighs half."""
+FADE = 0.5 ** (1 / 200)
+"""Weight of earlier steps, per step: half after 200 steps, with drafts or without."""
 WEIGHT = 4.0
 """As how many drafts the rate that was known before counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hits:
-    """Counts of drafts that were asked for, which fade.
+    """Counts of drafts that were asked for, which fade with each step.
 
     Attributes:
         asked: How many there were.
@@ -26,9 +26,8 @@ class Hits:
     found: float = 0.0
 
     def after(self, *, asked: int, found: int) -> "Hits":
-        """The counts after some drafts more."""
-        decay = 0.5 ** (asked / HALF_LIFE)
-        return Hits(asked=decay * self.asked + asked, found=decay * self.found + found)
+        """The counts after one more step, in which so many drafts were asked for."""
+        return Hits(asked=FADE * self.asked + asked, found=FADE * self.found + found)
 
     def rate(self, before: float = 1.0) -> float:
         """The probability that a draft is found.

@@ -78,3 +78,7 @@ class LoadPolicy(Protocol):
             rooms: Longest draft that each of them can make.
         """
         ...
+
+    def why_plain(self, experience: Experience) -> str:
+        """Why the last steps drafted nothing, as the rest of a sentence that begins with `nothing was drafted:`."""
+        ...

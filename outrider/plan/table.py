@@ -1,6 +1,7 @@
 """The costs of steps that are kept on this machine: read, or measured and kept."""
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from outrider.decoding.protocol import Parts
 from outrider.host import remembered
 from outrider.host.remembered import machine, shapes
 from outrider.lengths.costs import CostTable
-from outrider.lengths.experience import Experience
+from outrider.lengths.experience import MOST_DOUBT, PAUSE, Experience
 from outrider.plan.probe import ALONE, measure
 
 RECORD = "costs"
@@ -40,24 +41,34 @@ def costs_of(parts: Parts, *, max_slots: int, probe: bool, most_doubt: float = m
         max_slots: Most requests at once.
         probe: Whether to measure costs that are not kept.
         most_doubt: Kept costs of more doubt are measured again, thoroughly. A limit asks for a thorough measurement.
+            Without one, kept costs of more than `MOST_DOUBT` are measured again after `PAUSE` seconds.
     """
     if parts.drafter.max_depth == 0:
         return None
     max_requests = min(max_slots, MANY, parts.target.max_slots)
     kept = read(parts, max_requests)
-    if not probe or (kept is not None and kept.doubt <= most_doubt):
+    if not probe or (kept is not None and kept.doubt <= most_doubt and not _outdated(kept)):
         return kept
-    return measured(parts, max_slots=max_slots, thorough=most_doubt < math.inf)
+    found = measured(parts, max_slots=max_slots, thorough=most_doubt < math.inf)
+    return kept if found is None or (found.busy and kept is not None) else found
+
+
+def _outdated(kept: CostTable) -> bool:
+    """Whether costs are so uncertain that they have to be measured again, and old enough for it."""
+    return kept.doubt > MOST_DOUBT and time.time() - (kept.measured or 0.0) > PAUSE
 
 
 def measured(parts: Parts, *, max_slots: int, thorough: bool = False) -> CostTable | None:
     """Measure the costs of steps and keep them, unless other processes took the cores meanwhile.
 
-    All slots of the target must be free.
+    A short measurement is combined with kept costs that are uncertain. All slots of the target must be free.
     """
     max_requests = min(max_slots, MANY, parts.target.max_slots)
     found = measure(parts, max_requests=max_requests, thorough=thorough)
     if found is not None and not found.busy:
+        kept = None if thorough else read(parts, max_requests)
+        if kept is not None and kept.doubt > MOST_DOUBT:
+            found = found.combined(kept)
         remembered.write(RECORD, _key_of_table(parts, max_requests), {"max_requests": max_requests, **found.values()})
         # What is read back is what other processes read. Where nothing can be written it is nothing.
         return read(parts, max_requests) or found

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from outrider.cli.prompts import read_file, read_prompts
 from outrider.core.types import InputError
 from outrider.drafters.model import ModelDrafter
 from outrider.embedded import EMBEDDED_TARGET
+from outrider.lengths.costs import CostTable
+from outrider.plan import table
 
 SHORT = ["--max-new-tokens", "8", "--temperature", "0"]
 
@@ -150,6 +153,23 @@ def test_json_of_one_prompt_has_the_documented_fields(monkeypatch, capsys):
     assert found["block_efficiency"] == pytest.approx(len(found["tokens"]) / found["num_steps"])
     assert found["seconds"] > 0
     assert found["tokens_per_second"] > 0
+
+
+def test_where_nothing_is_drafted_the_last_line_and_json_say_why(monkeypatch, capsys, tmp_path):
+    dear = replace(CostTable.of_formula(lambda requests, length: 1.0 + 9 * length), doubt=0.17, kept=False)
+    monkeypatch.setattr(table, "measure", lambda parts, **options: dear)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    asked = ("generate", "--prompt", "Once upon a time", *SHORT, "--forward", "eager")
+    status, _, err = run(monkeypatch, capsys, *asked)
+    assert status == 0
+    said = "nothing was drafted: drafts would have to gain 28%, because the costs of this machine are uncertain"
+    assert said in err
+    assert "measure again with `outrider prepare`" in err
+    found = json.loads(run(monkeypatch, capsys, *asked, "--json")[1])
+    assert found["num_draft_tokens"] == 0
+    assert found["why_few_drafts"].startswith(said)
+    drafting = json.loads(run(monkeypatch, capsys, *asked, "--json", "--length", "fixed:2")[1])
+    assert "why_few_drafts" not in drafting
 
 
 def test_several_prompts_give_a_line_each(monkeypatch, capsys, tmp_path):

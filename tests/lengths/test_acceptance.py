@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from outrider.lengths.acceptance import (
-    HALF_LIFE,
     OWN_DECAY,
     VARIANCE,
     WEIGHT,
@@ -13,8 +12,10 @@ from outrider.lengths.acceptance import (
     PooledAcceptance,
     prior_rates,
     rates_by_others,
+    spreads_by_length,
     tokens_by_length,
 )
+from outrider.lengths.hits import Hits
 
 
 def test_few_counts_lean_on_the_counts_of_all_depths():
@@ -33,27 +34,27 @@ def test_a_depth_that_was_never_reached_follows_the_others(accepted):
     assert sorted(pooled.rates(4)[1:]) == pooled.rates(4)[1:]
 
 
-def test_counts_halve_after_a_half_life_of_tested_tokens():
-    pooled = PooledAcceptance(tested=[100.0], accepted=[100.0])
-    for _ in range(int(HALF_LIFE) // 2):
-        pooled.note([(1, 0), (1, 0)])
+@pytest.mark.parametrize("drafted", [0, 1])
+def test_counts_halve_in_200_steps_whether_they_draft_or_not(drafted):
+    pooled = PooledAcceptance(tested=[100.0], accepted=[100.0], hits=Hits(asked=40.0, found=40.0))
+    for _ in range(200):
+        pooled.note([(drafted, 0), (drafted, 0)], asked=2 * drafted)
     assert pooled.accepted == pytest.approx([50.0])
-
-
-def test_requests_that_draft_nothing_count_for_nothing():
-    pooled = PooledAcceptance(tested=[8.0], accepted=[4.0])
-    pooled.note([(0, 0), (0, 0)])
-    assert (pooled.tested, pooled.accepted) == ([8.0], [4.0])
+    assert pooled.tested[0] > 50.0 or not drafted
+    assert pooled.hits.found >= 20.0 - 1e-9
 
 
 def test_the_spread_of_expected_tokens_is_that_of_a_simulation():
-    random, counts = np.random.default_rng(0), (60.0, 40.0, 20.0)
-    pooled = PooledAcceptance(tested=list(counts), accepted=[45.0, 26.0, 9.0])
-    rates = np.array(pooled.rates(3))
-    weight = np.array(counts) + WEIGHT
-    drawn = random.beta(rates * weight, (1 - rates) * weight, size=(20000, 3))
-    assert pooled.spread(3) == pytest.approx(np.cumprod(drawn, axis=1).sum(1).std(), rel=0.1)
-    assert PooledAcceptance().spread(3) > 2 * pooled.spread(3)
+    random, rates, deviation = np.random.default_rng(0), np.array([0.6, 0.7, 0.75]), 0.1
+    drawn = 1 / (1 + np.exp(-np.log(rates / (1 - rates)) - deviation * random.normal(size=(20000, 1))))
+    simulated = np.cumprod(drawn, axis=1).cumsum(axis=1).std(axis=0)
+    assert [deviation * slope for slope in spreads_by_length(rates.tolist())[1:]] == pytest.approx(simulated, rel=0.03)
+
+
+def test_what_was_tested_leaves_less_variance():
+    new, known = PooledAcceptance(), PooledAcceptance(tested=[60.0, 30.0], accepted=[30.0, 20.0])
+    assert new.rates_and_variance(2) == (prior_rates(2), WIDE_VARIANCE)
+    assert known.rates_and_variance(2)[1] < WIDE_VARIANCE / 10
 
 
 def test_a_request_without_drafts_is_like_all_others():

@@ -122,3 +122,18 @@ def test_a_table_survives_a_file():
 def test_costs_without_a_plain_step_and_a_longer_one_are_refused(rows):
     with pytest.raises(ValueError, match="needs a plain step and a longer one"):
         CostTable(rows=rows)
+
+
+def test_two_measurements_at_other_speeds_of_the_machine_have_the_mean_of_their_quotients():
+    rows = [StepCost(requests=1, length=n, target=1 + n, drafter=0.5 * n) for n in (0, 4)]
+    one = CostTable(rows=tuple(rows), doubt=0.1)
+    slow = CostTable(rows=tuple(row.times(3.0) for row in rows), doubt=0.1)
+    assert [row.seconds for row in one.combined(slow).rows] == pytest.approx([1.0, 7.0])
+    # The more certain one counts more, and kinds of steps that one alone has stay.
+    more = StepCost(requests=1, length=2, target=6.0)
+    dear = CostTable(rows=(rows[0], rows[1].times(2.0), more), doubt=0.05)
+    both = one.combined(dear)
+    assert [row.length for row in sorted(both.rows, key=lambda row: row.length)] == [0, 2, 4]
+    steps = both.steps(1, sampled=False, context=64, longest=4)
+    assert 7 * 1.2 < steps[1][4] / steps[0][0] < 14
+    assert both.doubt < 0.05

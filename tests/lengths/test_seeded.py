@@ -10,7 +10,7 @@ from outrider.core.types import Step
 from outrider.engine.engine import Engine
 from outrider.lengths.acceptance import PooledAcceptance
 from outrider.lengths.costs import CostTable
-from outrider.lengths.experience import Experience, Habit
+from outrider.lengths.experience import Experience, PolicyState
 from outrider.lengths.goodput import GoodputLength
 from tests.world.models import llama
 
@@ -34,9 +34,9 @@ def costing(engine: Engine, draft: float) -> Engine:
 
 
 def experienced(engine: Engine) -> Engine:
-    """The same engine after other requests, whose drafts all failed, and which rest."""
+    """The same engine after other requests, whose drafts all failed, so that it stopped them."""
     engine.parts.experience.sampled = PooledAcceptance(tested=[300.0] * 8, accepted=[1.0] * 8)
-    engine.parts.experience.habit = Habit(resting=True, rested=7)
+    engine.parts.experience.state = PolicyState(gain=-0.5)
     return engine
 
 

@@ -70,6 +70,40 @@ def test_costs_of_too_much_doubt_are_measured_again_thoroughly(asked, monkeypatc
     assert calls == [False, True]
 
 
+def test_uncertain_costs_are_measured_again_after_a_while_and_the_two_measurements_are_combined(asked, monkeypatch):
+    doubts, now = [0.17, 0.13, 0.13, 0.5], [1000.0]
+
+    def measure(parts, *, max_requests, thorough=False):
+        asked.append(max_requests)
+        return replace(COSTS, kept=False, doubt=doubts[len(asked) - 1], measured=now[0])
+
+    monkeypatch.setattr(table, "measure", measure)
+    monkeypatch.setattr(table.time, "time", lambda: now[0])
+    parts = engine("ngram").parts
+    found = []
+    for now[0] in (1000.0, 1001.0, 1601.0, 1602.0, 2300.0, 9000.0):
+        found.append(round(costs_of(parts, max_slots=8, probe=True).doubt, 3))
+        assert costs_of(parts, max_slots=8, probe=False).doubt == pytest.approx(found[-1], abs=1e-3)
+    assert found == [0.17, 0.17, 0.103, 0.103, 0.081, 0.081]
+    assert len(asked) == 3
+
+
+def test_costs_of_a_busy_machine_replace_no_kept_ones(asked, monkeypatch):
+    parts = engine("ngram").parts
+    monkeypatch.setattr(table, "measure", lambda parts, **_: replace(COSTS, kept=False, doubt=0.2, measured=0.0))
+    first = costs_of(parts, max_slots=8, probe=True)
+    monkeypatch.setattr(table, "measure", lambda parts, **_: replace(COSTS, kept=False, busy=True))
+    assert costs_of(parts, max_slots=8, probe=True) == first
+
+
+def test_an_engine_measures_uncertain_costs_again_when_it_is_idle(monkeypatch):
+    monkeypatch.setattr("outrider.lengths.experience.PAUSE", -1.0)
+    assert Experience(replace(COSTS, doubt=0.17)).stale
+    assert not Experience(replace(COSTS, doubt=0.07)).stale
+    monkeypatch.setattr("outrider.lengths.experience.PAUSE", 600.0)
+    assert not Experience(replace(COSTS, doubt=0.17)).stale
+
+
 def test_without_a_probe_costs_are_those_that_are_kept(asked):
     parts = engine("ngram").parts
     assert costs_of(parts, max_slots=8, probe=False) is None

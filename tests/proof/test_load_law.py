@@ -8,7 +8,7 @@ import pytest
 from outrider.core.types import Running
 from outrider.lengths.acceptance import PooledAcceptance
 from outrider.lengths.costs import CostTable
-from outrider.lengths.experience import Choice, Experience, Habit
+from outrider.lengths.experience import Choice, Experience, PolicyState
 from outrider.lengths.goodput import GoodputLength
 from outrider.proof.enumerate import joint_law
 from outrider.proof.rule import law_error
@@ -37,11 +37,11 @@ class Noting(GoodputLength):
         return {length for choice in self.chosen for length in choice.lengths}
 
 
-def even(doubts: int = 1) -> Experience:
+def even() -> Experience:
     """By which drafts seem doubtful: they go on after an accepted token, and stop after a rejected one."""
     found = Experience(CostTable.of_formula(lambda requests, length: requests * (1 + 0.507 * length), longest=2))
     found.sampled = PooledAcceptance(tested=[6.0], accepted=[2.0])
-    found.habit = Habit(doubts=doubts, resting=False)
+    found.state = PolicyState(length=1)
     return found
 
 
@@ -58,8 +58,7 @@ def test_three_steps_of_a_request_keep_the_law_where_their_length_follows_accept
 @pytest.mark.parametrize("verifier", [TokenVerifier(), BlockVerifier()], ids=["token", "block"])
 def test_steps_that_try_a_token_while_drafts_rest_keep_the_law(verifier):
     policy, experience = Noting(most=2), even()
-    experience.sampled = PooledAcceptance(tested=[90.0, 40.0], accepted=[9.0, 4.0])
-    experience.habit = Habit(resting=True, rested=1000)
+    experience.sampled = PooledAcceptance(tested=[1.9, 0.9], accepted=[0.0, 0.0])
     [found] = joint_law(replace(tables(2, verifier, policy, seed=5), experience=experience), [[1]], num_steps=2)
     assert found.error < BOUND
     assert {choice.lengths[0] for choice in policy.chosen[::2]} == {1}
@@ -85,7 +84,7 @@ def test_the_worlds_of_an_enumeration_do_not_learn_from_each_other():
 
 
 def test_a_biased_rule_is_caught_over_several_steps_too():
-    parts = replace(tables(2, RecoversFromTheTarget(), GoodputLength(most=2), seed=5), experience=even(0))
+    parts = replace(tables(2, RecoversFromTheTarget(), GoodputLength(most=2), seed=5), experience=even())
     [found] = joint_law(parts, [[1]], num_steps=2)
     assert found.error > 1e-3
 
