@@ -1,7 +1,7 @@
 """Whether a user's first command drafts: `outrider generate` with a target and a draft model, in fresh processes.
 
-`python -m recipes first_drafts --target DIR --drafter model:path=DIR --out DIR` starts each process with an empty cache,
-and again with costs that earlier processes kept, with each number of threads. Without `--target` it runs the embedded
+`python -m recipes first_drafts --target DIR --drafter model:path=DIR --out DIR` starts processes with an empty cache
+each, and with costs that earlier processes kept, with each number of threads. Without `--target` it runs the embedded
 pair. It counts the processes that drafted, so a busy machine does no harm.
 """
 

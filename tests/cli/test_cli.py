@@ -156,7 +156,8 @@ def test_json_of_one_prompt_has_the_documented_fields(monkeypatch, capsys):
 
 
 def test_where_nothing_is_drafted_the_last_line_and_json_say_why(monkeypatch, capsys, tmp_path):
-    dear = replace(CostTable.of_formula(lambda requests, length: 1.0 + 9 * length), doubt=0.17, kept=False)
+    dear = CostTable.of_formula(lambda requests, length: 1.0 + 9 * length)
+    dear = replace(dear, doubt=0.17, kept=False, measured=time.time())
     monkeypatch.setattr(table, "measure", lambda parts, **options: dear)
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     asked = ("generate", "--prompt", "Once upon a time", *SHORT, "--forward", "eager")
