@@ -24,6 +24,7 @@ from outrider.core.destination import check_free
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.surgery.checkpoint import write
+from outrider.training.options import DataOptions
 
 SHAPE = {
     "hidden_size": 192,
@@ -60,7 +61,7 @@ def mixtral(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> MixtralForCaus
 
 def read_stream(data: Path, tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> Int[Tensor, " tokens"]:
     """All documents as one stream of token ids, each document after an end token."""
-    texts = read_texts(data, tokenizer, num_tokens)
+    texts = read_texts(DataOptions(data=(str(data),)), tokenizer, num_tokens)
     end = tokenizer.eos_token_id
     return torch.tensor([token for text in texts for token in (end, *text)], dtype=torch.int32)
 

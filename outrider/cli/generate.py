@@ -86,8 +86,7 @@ class Task:
         if self.compare and (self.learn.learn_drafts or 1) > 1:
             raise InputError("--compare measures one draft model; leave out --compare or --learn-drafts")
         # Check the input before a model is loaded.
-        if self.learn.learn:
-            self.learn.settings()
+        self.learn.check(self.setup)
         self.request.sampling(Sampling())
         bound = self.request.constraint() is not None or self.request.tool_schemas() is not None
         if bound and self.compare:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.core.inputs import InputError, shown
+from outrider.setup import Setup
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
@@ -61,6 +62,14 @@ class LearnOptions:
             "snapshots": self.learn_snapshots,
         }
         return OnlineSettings(**{name: value for name, value in given.items() if value is not None})
+
+    def check(self, setup: Setup) -> None:
+        """Raise InputError if the drafter of a setup cannot learn, before anything is loaded."""
+        if self.learn:
+            from outrider.training.online.learning import check_setup
+
+            self.settings()
+            check_setup(setup)
 
     def begin(self, engine: Engine, *, serves: bool = False) -> Learning | None:
         """Let an engine's draft model learn; None if it shall not.

@@ -1,28 +1,32 @@
 """outrider prune: cut a draft model out of a target, or plan which shape would pay."""
 
-import gzip
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.cli.opened import tell_loading
-from outrider.cli.printed import print_json
+from outrider.cli.printed import print_json, print_line
+from outrider.core.conversations import taken_for
 from outrider.core.destination import check_free
-from outrider.core.inputs import InputError, parse_json, text_of
+from outrider.core.inputs import InputError
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.lm.hf.open import open_model, open_tokenizer
+from outrider.lm.hf.open import open_config, open_model, open_tokenizer
 from outrider.surgery import experts, reshape
 from outrider.surgery import plan as planning
 from outrider.surgery.checkpoint import write
 from outrider.surgery.family import same_size
-from outrider.surgery.shape import num_parameters, shape_of, smaller_shape
+from outrider.surgery.shape import Shape, num_parameters, shape_of, smaller_shape
+from outrider.training.data.records import Reader
+from outrider.training.data.sources import Part, records
+from outrider.training.options import DataOptions
 
 SHARE = 5
 """A draft model has one of so many parts of the target's parameters where no number is given."""
@@ -32,13 +36,13 @@ DEPTHS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class PruneOptions:
     """What is to be cut.
 
     Attributes:
         target: Directory or hub id; None is the embedded target.
         device: Where it runs; None chooses.
-        data: The file of the text.
+        data: The text.
         out: The folder of the result.
         num_tokens: Most tokens of text to read.
         as_json: Whether to print for programs.
@@ -46,7 +50,7 @@ class Job:
 
     target: str | None
     device: str | None
-    data: Path
+    data: DataOptions
     out: Path
     num_tokens: int
     as_json: bool
@@ -57,9 +61,9 @@ class Job:
         return self.target or str(EMBEDDED_TARGET)
 
 
-def prune_experts(job: Job, num_experts: int, method: str, experts_per_token: int | None) -> None:
+def prune_experts(job: PruneOptions, num_experts: int, method: str, experts_per_token: int | None) -> None:
     """Write a model with fewer experts, and say what was kept."""
-    model, tokenizer, texts = _opened(job)
+    model, tokenizer, texts = _opened(job, lambda config: experts.check_experts(config, num_experts, experts_per_token))
     with _progress(job, texts) as progress:
         found = experts.prune_experts(
             model, texts, num_experts, method, experts_per_token=experts_per_token, progress=progress
@@ -76,13 +80,17 @@ def prune_experts(job: Job, num_experts: int, method: str, experts_per_token: in
 
 
 def prune_shape(
-    job: Job, *, layers: int | None, width: int | None, heads: int | None, feed_forward: int | None
+    job: PruneOptions, *, layers: int | None, width: int | None, heads: int | None, feed_forward: int | None
 ) -> None:
     """Write a model of a smaller shape, and say what was kept."""
     if layers is width is heads is feed_forward is None:
         raise InputError("nothing is to be cut; give --layers, --width, --heads or --feed-forward")
-    model, tokenizer, texts = _opened(job)
-    shape = smaller_shape(shape_of(model.config), layers=layers, width=width, heads=heads, feed_forward=feed_forward)
+
+    def smaller(config: PreTrainedConfig) -> Shape:
+        return smaller_shape(shape_of(config), layers=layers, width=width, heads=heads, feed_forward=feed_forward)
+
+    model, tokenizer, texts = _opened(job, lambda config: reshape.check_shape(config, smaller(config)))
+    shape = smaller(model.config)
     with _progress(job, texts) as progress:
         found = reshape.prune_shape(model, texts, shape, progress)
     record = {
@@ -152,67 +160,42 @@ def plan(
     console.print("alpha needed: the acceptance that would make the shape as fast as the first one")
 
 
-def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> list[list[int]]:
-    """Token ids of the documents of a file, until there are enough tokens.
+def read_texts(data: DataOptions, tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> list[list[int]]:
+    """Token ids of the documents that training would read, prompts without answers too, until there are enough tokens.
+    What the data was taken for is said on standard error.
 
     Raises:
-        InputError: The file cannot be read, a line has neither `text` nor `tokens`, or there is no text at all.
+        InputError: The data cannot be read, or there is no text at all.
     """
+    part = Part(split=data.split, config=data.subset, columns=data.columns)
+    reader = Reader(tokenizer=tokenizer, prompts=True, vocab_size=max(tokenizer.get_vocab().values()) + 1)
+    documents = (doc for each in data.data for record in records(each, part) for doc in reader.documents(record))
     texts: list[list[int]] = []
     left = num_tokens
-    for tokens in _documents(file, tokenizer):
+    for document in islice(documents, data.limit):
         if left <= 0:
             break
-        texts.append(tokens[:left])
-        left -= len(texts[-1])
+        if len(document.tokens) > 1:
+            texts.append(document.tokens[:left].tolist())
+            left -= len(texts[-1])
+    place = ", ".join(data.data)
     if left == num_tokens:
-        raise InputError(f"{file} holds no text; give documents of the task that the draft model is for")
+        raise InputError(f"{place} holds no text; give documents of the task that the draft model is for")
+    print_line(f"{place}: {taken_for(reader.taken)}")
     return texts
 
 
-def _documents(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Token ids of the documents of a file. Empty ones are left out."""
-    wanted = "JSON lines with `text` or `tokens`, or a text file"
-    if file.name.endswith((".jsonl", ".jsonl.gz")):
-        limit = max(tokenizer.get_vocab().values()) + 1
-        for number, line in enumerate(_lines(file, wanted), 1):
-            if line.strip():
-                match _entry(line, f"line {number} of {file}", limit):
-                    case str(text) if text:
-                        yield tokenizer(text, add_special_tokens=True)["input_ids"]
-                    case [*tokens] if tokens:
-                        yield tokens
-    elif text := text_of(file, "text", wanted).strip():
-        yield tokenizer(text, add_special_tokens=True)["input_ids"]
+def _opened(
+    job: PruneOptions, check: Callable[[PreTrainedConfig], None]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[list[int]]]:
+    """The target, its tokenizer and the text. What is wrong with folders, sizes and text is found before the target.
 
-
-def _entry(line: str, place: str, limit: int) -> str | list[int]:
-    """What a line of JSON holds: a text, or token ids below a limit."""
-    match parse_json(line, place):
-        case {"tokens": [*tokens]} if all(type(token) is int for token in tokens):
-            if wrong := [token for token in tokens if not 0 <= token < limit]:
-                raise InputError(f"{place}: token {wrong[0]} is not in the vocabulary of {limit} tokens")
-            return tokens
-        case {"text": str(text)}:
-            return text
-    raise InputError(f"{place} is not a JSON object with `text`, or with `tokens`, a list of token ids")
-
-
-def _lines(file: Path, wanted: str) -> Iterator[str]:
-    if not file.name.endswith(".gz"):
-        yield from text_of(file, "text", wanted).split("\n")
-        return
-    try:
-        with gzip.open(file, "rt", encoding="utf-8") as lines:
-            yield from lines
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read: {error}; give {wanted}") from error
-
-
-def _opened(job: Job) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[list[int]]]:
-    """The target, its tokenizer and the text. What is wrong with folders and text is found before the target."""
+    Args:
+        check: Raises InputError if a model of this config cannot be cut so.
+    """
     check_free(job.out)
     tell_loading()
+    check(open_config(job.source))
     tokenizer = open_tokenizer(job.source)
     if tokenizer is None:
         raise InputError(f"there is no tokenizer beside {job.source}, so no text can be read; put one into the folder")
@@ -221,14 +204,14 @@ def _opened(job: Job) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[li
 
 
 @contextmanager
-def _progress(job: Job, texts: list[list[int]]) -> Iterator[Callable[[int], None]]:
+def _progress(job: PruneOptions, texts: list[list[int]]) -> Iterator[Callable[[int], None]]:
     with Progress(console=Console(stderr=True), transient=True, disable=job.as_json) as progress:
         task = progress.add_task("reading the text", total=sum(map(len, texts)))
         yield lambda count: progress.advance(task, count)
 
 
 def _write(
-    job: Job,
+    job: PruneOptions,
     model: PreTrainedModel,
     made: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -236,7 +219,12 @@ def _write(
     what: str,
 ) -> None:
     before, after = (sum(weight.numel() for weight in each.parameters()) for each in (model, made))
-    full = {"target": job.source, "data": str(job.data), "parameters": {"before": before, "after": after}, **record}
+    full = {
+        "target": job.source,
+        "data": ", ".join(job.data.data),
+        "parameters": {"before": before, "after": after},
+        **record,
+    }
     write(made, tokenizer, job.out, full)
     if job.as_json:
         print_json({"out": str(job.out), **full})

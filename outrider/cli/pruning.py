@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from outrider.cli.help import App
-from outrider.cli.options import Json
+from outrider.cli.options import Json, with_options
+from outrider.training.options import NOT_OF_PROMPTS, DataOptions
 
 app = App(help="Cut a draft model out of a target, or plan which shape would pay.")
 
@@ -15,20 +16,14 @@ Target = Annotated[
     typer.Option(help="The target: directory, GGUF file or hub id. By default the one that ships with Outrider."),
 ]
 Device = Annotated[str | None, typer.Option(help="Where the target runs; by default the GPU where there is one.")]
-Data = Annotated[
-    Path,
-    typer.Option(
-        help="Text of the task: JSON lines with `text` or `tokens`, plain or gzipped, such as `train data` writes; or "
-        "a text file, which is one document."
-    ),
-]
 Out = Annotated[Path, typer.Option(help="New folder for the draft model and its tokenizer.")]
 NumTokens = Annotated[int, typer.Option(min=1, help="Most tokens of text to read.")]
 
 
 @app.command()
+@with_options(without=NOT_OF_PROMPTS)
 def experts(
-    data: Data,
+    texts: DataOptions,
     out: Out,
     experts: Annotated[int, typer.Option(help="Experts that each layer keeps.")],
     target: Target = None,
@@ -43,15 +38,16 @@ def experts(
     as_json: Json = False,
 ) -> None:
     """Write a mixture-of-experts model with fewer experts, by what a text needs."""
-    from outrider.cli.prune import Job, prune_experts
+    from outrider.cli.prune import PruneOptions, prune_experts
 
-    job = Job(target=target, device=device, data=data, out=out, num_tokens=num_tokens, as_json=as_json)
+    job = PruneOptions(target=target, device=device, data=texts, out=out, num_tokens=num_tokens, as_json=as_json)
     prune_experts(job, experts, method, experts_per_token)
 
 
 @app.command()
+@with_options(without=NOT_OF_PROMPTS)
 def shape(
-    data: Data,
+    texts: DataOptions,
     out: Out,
     target: Target = None,
     layers: Annotated[int | None, typer.Option(help="Layers to keep.")] = None,
@@ -63,9 +59,9 @@ def shape(
     as_json: Json = False,
 ) -> None:
     """Write a model of a smaller shape, with the parts that matter most on a text. A size not given stays."""
-    from outrider.cli.prune import Job, prune_shape
+    from outrider.cli.prune import PruneOptions, prune_shape
 
-    job = Job(target=target, device=device, data=data, out=out, num_tokens=num_tokens, as_json=as_json)
+    job = PruneOptions(target=target, device=device, data=texts, out=out, num_tokens=num_tokens, as_json=as_json)
     prune_shape(job, layers=layers, width=width, heads=heads, feed_forward=feed_forward)
 
 

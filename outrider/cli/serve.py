@@ -137,6 +137,7 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptio
             f"other machines can reach {options.host}, and no key is set; give --api-key or {API_KEY}, or "
             "--allow-no-key to let everyone in"
         )
+    learn.check(setup)
     settings = options.settings(setup)
     endpoint = options.otlp_traces_endpoint
     traces = None if endpoint is None else Traces.to(endpoint, content=options.otel_content)

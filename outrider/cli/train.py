@@ -26,14 +26,12 @@ from outrider.core.destination import locked_file
 from outrider.core.inputs import InputError, needs
 from outrider.setup import Setup
 from outrider.training.loop.settings import Settings
-from outrider.training.options import DataOptions, DistillOptions, SteerOptions, WatchOptions
+from outrider.training.options import NOT_OF_PROMPTS, DataOptions, DistillOptions, SteerOptions, WatchOptions
 
 OF_ANSWERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 """Options of requests that answers for training have."""
 NOT_OF_ANSWERS = sorted(set(RequestOptions.__dataclass_fields__) - set(OF_ANSWERS))
 """Options of requests that they lack."""
-NOT_OF_PROMPTS = ("regenerate", "held_out", "held_out_split", "capture", "pack", "states", "states_layers")
-"""Options of texts that prompts lack."""
 NOT_OF_DRAFT_MODELS = ("init_from", "slot_balanced")
 """Options of heads that draft models lack."""
 Target = Annotated[str, typer.Option(help="The target: a directory, a GGUF file or a hub id.")]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider.core.inputs import unknown
 from outrider.core.types import InputError
@@ -95,6 +95,13 @@ def prune_experts(
         usage={m.name: r.usage.tolist() for m, r in zip(mixtures, routings, strict=True)},
         num_tokens=routings[0].num_tokens,
     )
+
+
+def check_experts(config: PreTrainedConfig, num_experts: int, experts_per_token: int | None = None) -> None:
+    """Raise InputError where `prune_experts` would refuse these numbers or this kind of model: no weights are read."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config).eval()
+    _config(model, find_mixtures(model), num_experts, experts_per_token)
 
 
 def _config(

@@ -73,6 +73,28 @@ def measure_importance(model: PreTrainedModel, texts: Texts, progress: Progress 
     )
 
 
+def equal_importance(model: PreTrainedModel) -> Importance:
+    """What `measure_importance` gives where all parts matter alike. It needs the modules of a model and no weights."""
+    anatomy = Anatomy.of(model)
+    if anatomy.layers is None:
+        raise InputError(f"the layers of {anatomy.name} do not stand in one list, so none can be taken out")
+    width, size = anatomy.hidden_size, head_size(anatomy)
+    outputs = {n: _linear(layer, "self_attn", "o_proj") for n, layer in enumerate(anatomy.layers)}
+    outputs = {n: each for n, each in outputs.items() if each and each.in_features % size == 0}
+    downs = {n: _linear(layer, "mlp", "down_proj") for n, layer in enumerate(anatomy.layers)}
+    return Importance(
+        layers=torch.ones(len(anatomy.layers)),
+        heads={
+            n: torch.ones(each.in_features // size)
+            for n, each in outputs.items()
+            if each and not each.in_features % size
+        },
+        neurons={n: torch.ones(each.in_features) for n, each in downs.items() if each},
+        directions=torch.ones(width),
+        energies={name: torch.ones(width) for name in stream_norms(model, width)},
+    )
+
+
 def head_size(anatomy: Anatomy) -> int:
     """Dimensions of one attention head."""
     text = anatomy.text

@@ -1,16 +1,17 @@
 """A draft model that is cut out of a target to a smaller shape."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider.core.types import InputError
 from outrider.lm.hf.anatomy import Anatomy
-from outrider.surgery.importance import Importance, head_size, measure_importance, stream_norms
+from outrider.surgery.importance import Importance, equal_importance, head_size, measure_importance, stream_norms
 from outrider.surgery.rebuilt import rebuilt
 from outrider.surgery.shape import Shape, config_of, shape_of
 from outrider.surgery.texts import Progress, Texts
@@ -76,6 +77,16 @@ def prune_shape(model: PreTrainedModel, texts: Texts, shape: Shape, progress: Pr
         layers=cut.layers,
         importance=importance,
     )
+
+
+def check_shape(config: PreTrainedConfig, shape: Shape) -> None:
+    """Raise InputError where `prune_shape` would, by the modules of a model alone: no weights are read or made."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config).eval()
+    cut = _Cut(model=model, before=shape_of(config), shape=shape, importance=equal_importance(model))
+    weights = cut.weights()
+    with torch.device("meta"):
+        rebuilt(model, config_of(config, shape, cut.layers), weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +200,9 @@ def _is_rms(norm: nn.Module) -> bool:
     if list(own) != ["weight"]:
         return False
     weight = own["weight"]
+    if weight.is_meta:
+        norm = copy.deepcopy(norm).to_empty(device="cpu")
+        weight = dict(norm.named_parameters())["weight"].fill_(0.5)
     dice = torch.Generator().manual_seed(0)
     given = 10 * torch.randn(4, len(weight), generator=dice).to(weight) + 5
     wanted = given / given.float().pow(2).mean(-1, keepdim=True).sqrt() * weight

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from outrider.core.inputs import InputError
 from outrider.learning.options import HeadOptions, loss, size
 
+NOT_OF_PROMPTS = ("regenerate", "held_out", "held_out_split", "capture", "pack", "states", "states_layers")
+"""Options of texts that prompts, and texts to prune by, lack."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:

@@ -10,6 +10,8 @@ from outrider.core.types import Sampling
 from outrider.training.online.learning import Learning
 from tests.cli.runs import run
 from tests.world.models import engine
+from tests.world.tokenizers import byte_level
+from tests.world.zoo import tiny
 
 PROMPTS = ["--prompt", "Once upon a time", "--prompt", "One day", "-n", "2", "--max-new-tokens", "12"]
 GREEDY = [*PROMPTS, "--length", "fixed:4", "--temperature", "0", "--max-slots", "1", "--json"]
@@ -31,6 +33,20 @@ def test_learning_reports_both_ends_of_the_stream_and_changes_no_greedy_output(m
     status, out, err = run(monkeypatch, capsys, "generate", *GREEDY, "--drafter", f"model:path={last}")
     assert status == 0, err
     assert len(out.splitlines()) == 4
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_a_draft_model_with_another_vocabulary_is_refused_before_any_weights_are_read(
+    monkeypatch, capsys, tmp_path, command
+):
+    # The folders have tokenizers and no weights.
+    for name, tokenizer in (("target", byte_level(300)), ("draft", byte_level(280))):
+        tiny("llama").config.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    given = ("--target", str(tmp_path / "target"), "--drafter", f"model:path={tmp_path / 'draft'}", "--learn")
+    prompt = ("--prompt", "Once") if command == "generate" else ("--allow-no-key",)
+    status, _, err = run(monkeypatch, capsys, command, *given, *prompt)
+    assert (status, "this draft model has another vocabulary than the target" in err) == (2, True), err
 
 
 def test_no_acceptance_is_reported_where_nothing_was_drafted():

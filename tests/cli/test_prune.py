@@ -87,6 +87,24 @@ def test_a_shape_is_cut_by_the_answers_that_train_data_wrote(monkeypatch, capsys
     assert AutoModelForCausalLM.from_pretrained(out).config.num_hidden_layers == 1
 
 
+def test_a_shape_is_cut_by_conversations_too_and_says_what_they_are(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "question.jsonl"
+    file.write_text(json.dumps({"question_id": 1, "turns": ["Where is the sea?", "And the fish?"]}) + "\n")
+    given = ("--data", str(file), "--layers", "1", "--out", str(tmp_path / "draft"), "--json")
+    status, printed, err = run(monkeypatch, capsys, "prune", "shape", *given)
+    assert status == 0, err
+    assert json.loads(printed)["num_tokens"] > 4
+    assert "1 MT-bench question: each string of `turns` is a user turn" in err.replace("\n", " ")
+
+
+def test_sizes_that_cannot_be_cut_are_refused_before_text_and_weights_are_read(monkeypatch, capsys, tmp_path):
+    # There are no weights, and no text.
+    tiny("gemma3").config.save_pretrained(tmp_path / "target")
+    given = ("--target", str(tmp_path / "target"), "--data", "/no/such.txt", "--out", str(tmp_path / "draft"))
+    status, _, err = run(monkeypatch, capsys, "prune", "shape", "--width", "16", *given)
+    assert (status, "so its width must stay" in err.replace("\n", " ")) == (2, True), err
+
+
 def test_a_plan_has_a_row_for_each_depth(monkeypatch, capsys):
     status, printed, err = run(
         monkeypatch, capsys, "prune", "plan", "--layers", "1,4", "--rounds", "2", "--context", "16", "--json"
@@ -104,7 +122,7 @@ def test_a_plan_has_a_row_for_each_depth(monkeypatch, capsys):
         (["shape"], "nothing is to be cut; give --layers"),
         (["shape", "--layers", "13"], "layers must be in 1..12, what the target has, got 13"),
         (["shape", "--layers", "2", "--target", "/no/such"], "there is no directory /no/such"),
-        (["shape", "--layers", "2", "--data", "/no/such.txt"], "there is no text file /no/such.txt"),
+        (["shape", "--layers", "2", "--data", "/no/such.txt"], "there is no file or folder /no/such.txt"),
     ],
 )
 def test_wrong_input_is_a_sentence_and_writes_nothing(arguments, sentence, text, monkeypatch, capsys, tmp_path):
@@ -131,8 +149,8 @@ def test_a_count_of_experts_out_of_range_is_a_sentence(experts, mixture, text, m
     [
         ("", "holds no text"),
         ('{"text": ""}\n', "holds no text"),
-        ('{"text": "a"}\n{"prompt": "b"}\n', "is not a JSON object with `text`, or with `tokens`"),
-        ('{"tokens": [5, "a"]}\n', "is not a JSON object with `text`, or with `tokens`"),
+        ('{"text": "a b"}\n{"story": "b"}\n', "line 2 of"),
+        ('{"tokens": [5, "a"]}\n', "`tokens` must be a list of token ids"),
         ('{"tokens": [5, 99999]}\n', "token 99999 is not in the vocabulary of "),
         ('{"tokens": []}\n', "holds no text"),
         ("{text}\n", "is not JSON"),

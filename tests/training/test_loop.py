@@ -124,6 +124,22 @@ def test_a_run_that_stopped_at_any_step_goes_on_bit_for_bit(tmp_path: Path) -> N
     assert read(stopped / FOLDER / "log.jsonl") == read(tmp_path / "alone" / FOLDER / "log.jsonl")
 
 
+def test_a_run_killed_between_checkpoints_by_steps_has_one_by_minutes_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    class Stopping(Bigram):
+        def forward(self, batch):
+            if batch.step == 10:
+                raise KeyboardInterrupt
+            return super().forward(batch)
+
+    rare, often = replace(SETTINGS, save_every=1000), replace(SETTINGS, save_every=1000, save_minutes=0)
+    train(Bigram(), batches(), rare, tmp_path / "alone")
+    with pytest.raises(KeyboardInterrupt):
+        train(Stopping(), batches(), often, tmp_path / "killed")
+    assert len([*(tmp_path / "killed" / FOLDER).glob("step-*.pt")]) == 1
+    train(Bigram(seed=7), batches(), rare, tmp_path / "killed")
+    assert same(weights(tmp_path / "killed"), weights(tmp_path / "alone"))
+
+
 def test_a_run_that_has_ended_is_not_made_again(tmp_path: Path) -> None:
     first = train(Bigram(), batches(), SETTINGS, tmp_path)
     before = weights(tmp_path)

@@ -9,9 +9,7 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
-import datasets
-
-from outrider.core.inputs import parse_json
+from outrider.core.inputs import needs, parse_json
 from outrider.core.place import check_place
 from outrider.core.types import InputError
 from outrider.lm.hf.open import reason_of
@@ -169,6 +167,7 @@ def _decoded(line: bytes, place: str) -> str:
 
 def _of_table(path: Path, kind: str) -> Iterator[Record]:
     """The rows of a file that `datasets` reads."""
+    datasets = _library(str(path))
     try:
         rows = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
     except Exception as error:
@@ -178,6 +177,7 @@ def _of_table(path: Path, kind: str) -> Iterator[Record]:
 
 def _of_dataset(folder: Path, part: Part) -> Iterator[Record]:
     """The rows of a saved dataset."""
+    datasets = _library(str(folder))
     try:
         found = datasets.load_from_disk(str(folder))
     except Exception as error:
@@ -192,6 +192,7 @@ def _of_dataset(folder: Path, part: Part) -> Iterator[Record]:
 def _of_hub(name: str, part: Part) -> Iterator[Record]:
     """The rows of a dataset on the Hub, as they arrive."""
     check_place(name, "dataset", part.revision)
+    datasets = _library(f"the dataset {name}")
     try:
         rows = datasets.load_dataset(name, part.config, split=part.split, revision=part.revision, streaming=True)
     except Exception as error:
@@ -199,6 +200,15 @@ def _of_hub(name: str, part: Part) -> Iterator[Record]:
             f"there is no file or folder {name}, and it cannot be loaded from the Hub: {reason_of(error)}"
         ) from error
     yield from _rows(rows, name)
+
+
+def _library(what: str) -> Any:
+    """The library `datasets`. Raises InputError if it is not installed."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise needs(what, "datasets", "train") from error
+    return datasets
 
 
 def _rows(rows: Any, name: str) -> Iterator[Record]:

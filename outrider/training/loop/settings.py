@@ -8,11 +8,11 @@ from typing import Any
 
 from outrider.core.inputs import InputError
 
-FREE = ("micro_batch_size", "save_every", "log_every", "device", "tracker")
+FREE = ("micro_batch_size", "save_every", "save_minutes", "log_every", "device", "tracker")
 """Settings that may change when a run goes on. They change its weights by rounding at most."""
 SMALLEST = {
     **dict.fromkeys(("steps", "batch_size", "micro_batch_size", "save_every", "watch_every", "log_every"), 1),
-    **dict.fromkeys(("warmup", "seed", "learning_rate", "weight_decay"), 0),
+    **dict.fromkeys(("warmup", "seed", "learning_rate", "weight_decay", "save_minutes"), 0),
     "max_length": 2,
 }
 """The smallest value of each number that has one."""
@@ -43,7 +43,8 @@ class Settings:
         precision: `no` computes in the weights' own dtype; `bf16` and `fp16` compute most products in that dtype. The
             weights themselves stay float32. None is `bf16` on a GPU that computes in it, and elsewhere `no`.
         seed: Of the order of the data and of every draw.
-        save_every: Steps between checkpoints.
+        save_every: Most steps between checkpoints.
+        save_minutes: Most minutes between checkpoints. The first ones of a run come sooner, from ten seconds on.
         watch_every: Steps between measurements of acceptance.
         log_every: Steps between lines of the log.
         keep_best: Keep the drafter with the highest block efficiency, not the last.
@@ -67,6 +68,7 @@ class Settings:
     precision: str | None = None
     seed: int = 0
     save_every: int = 200
+    save_minutes: float = 3.0
     watch_every: int = 200
     log_every: int = 10
     keep_best: bool = True

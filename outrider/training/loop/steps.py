@@ -42,6 +42,14 @@ OWN = ("log.jsonl", "tensorboard", "step-*.pt", "best-*", "last", "answers.jsonl
 """What a run may have written there before its first checkpoint."""
 
 
+FIRST_SAVE = 10.0
+"""Seconds after which a run writes its first checkpoint. Another comes whenever the time since then doubles."""
+COUNTED = ("total", "weight", "norm", "save_due")
+"""Sums of a step that are no parts of the loss."""
+SAVING = 0.1
+"""Largest share of the time that checkpoints by minutes may take."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Best:
     """The best drafter until now.
@@ -212,6 +220,7 @@ class _Run:
         self.spent = 0.0
         self._resume()
         self.began, self.began_at = time.perf_counter(), self.step
+        self.saved, self.saved_at, self.save_seconds = self.began, self.step, 0.0
         run = self.accelerator if trackers else None
         main, events = self.accelerator.is_main_process, TENSORBOARD in settings.trackers
         self.journal = Journal(self.folder, step=self.step, accelerator=run, tensorboard=events) if main else None
@@ -241,11 +250,11 @@ class _Run:
         self.optimizer.zero_grad()
         self.step += 1
         if self.step % settings.log_every == 0 or self.step == settings.steps:
-            parts = {name: value / weight for name, value in sums.items() if name not in ("total", "weight", "norm")}
+            parts = {name: value / weight for name, value in sums.items() if name not in COUNTED}
             self._log("step", {"loss": loss, "rate": rate, "norm": norm, "tokens": weight, **parts})
         if self.watch is not None and (self.step % settings.watch_every == 0 or self.step == settings.steps):
             self._look()
-        if self.step % settings.save_every == 0 or self.step == settings.steps:
+        if sums["save_due"] or self.step % settings.save_every == 0 or self.step == settings.steps:
             self._save()
         return loss
 
@@ -330,6 +339,9 @@ class _Run:
             for name, value in found.items():
                 value = torch.as_tensor(value, dtype=torch.float64, device=self.accelerator.device).detach()
                 added[name] = added.get(name, torch.zeros_like(value)) + value
+        # The clock of one process decides for all.
+        due = self.accelerator.is_main_process and self._save_due()
+        added["save_due"] = torch.tensor(float(due), dtype=torch.float64, device=self.accelerator.device)
         names = sorted(added)
         summed = cast(Tensor, self.accelerator.reduce(torch.stack([added[name] for name in names]), "sum"))
         return dict(zip(names, summed, strict=True))
@@ -361,10 +373,9 @@ class _Run:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _not_finite(self, what: str, value: float) -> InputError:
-        saved = self.step // self.settings.save_every * self.settings.save_every
         return InputError(
             f"the {what} is {value} at step {self.step + 1}; use a lower learning rate or a longer "
-            f"warm-up, in another folder; the last checkpoint is that of step {saved}"
+            f"warm-up, in another folder; the last checkpoint is that of step {self.saved_at}"
         )
 
     def _look(self) -> None:
@@ -390,8 +401,14 @@ class _Run:
         if found is not None:
             self._log("watch", found.record())
 
+    def _save_due(self) -> bool:
+        """Whether it is so long since the last checkpoint that another is worth its time."""
+        wait = min(self.settings.save_minutes * 60, max(FIRST_SAVE, self.saved - self.began))
+        return time.perf_counter() - self.saved >= max(wait, self.save_seconds / SAVING)
+
     def _save(self) -> None:
         """Write a checkpoint, then delete what it makes useless."""
+        begin = time.perf_counter()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         weights, moments = get_state_dict(self.model, self.optimizer.optimizer, options=options)
         if self.accelerator.is_main_process:
@@ -409,6 +426,8 @@ class _Run:
             kept = "" if self.best is None else f"best-{self.best.step:08d}"
             checkpoint.delete_folders(self.folder, "best-*", kept)
         self.accelerator.wait_for_everyone()
+        self.saved, self.saved_at = time.perf_counter(), self.step
+        self.save_seconds = self.saved - begin
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint if there is one."""

@@ -5,21 +5,28 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import cast
 
-from outrider.catalog import name_of
+from outrider.assembly import completed, tokenizer_of
+from outrider.catalog import make, name_of
 from outrider.core.destination import locked
 from outrider.core.inputs import InputError
 from outrider.core.types import Request
 from outrider.decoding.protocol import Cycle
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.model import ModelDrafter, ModelPath
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
 from outrider.lm.recurrent import RecurrentModel
 from outrider.lm.translated import Translated
+from outrider.setup import Setup
 from outrider.training.online.corrections import corrections
 from outrider.training.online.pupil import OnlineSettings, Pupil
 from outrider.training.online.snapshots import Snapshots
 
+OTHER_VOCABULARY = (
+    "this draft model has another vocabulary than the target, so the target's rows cannot teach it; learning needs a "
+    "draft model with the target's vocabulary"
+)
+CUT = "the output layer of this draft model is cut to some tokens; leave out token_map"
 Router = Callable[[Request], int]
 """Returns the number of the draft model that drafts for a request, from 0. Called once per request."""
 
@@ -141,6 +148,23 @@ class Learning:
         return next((pupil for pupil in self.pupils if pupil.draft.owns(drafter)), None)
 
 
+def check_setup(setup: Setup) -> None:
+    """Raise InputError where `Learning` would refuse the drafter of a setup, as far as names and tokenizers tell: no
+    weights are read.
+    """
+    whole = completed(setup)
+    part = make("drafter", whole.drafter) if isinstance(whole.drafter, str) else whole.drafter
+    reason = why_not(part) if isinstance(part, Drafter) else None
+    if isinstance(part, ModelPath):
+        ours, theirs = tokenizer_of(whole), part.read_tokenizer()
+        if part.token_map is not None:
+            reason = CUT
+        elif ours is not None and theirs is not None and ours.get_vocab() != theirs.get_vocab():
+            reason = OTHER_VOCABULARY
+    if reason is not None:
+        raise InputError(reason)
+
+
 def why_not(drafter: Drafter) -> str | None:
     """Why a drafter cannot learn from traffic, in one sentence; None if it can."""
     name = name_of(drafter)
@@ -150,12 +174,9 @@ def why_not(drafter: Drafter) -> str | None:
     if drafter.trainer != "distill" or not isinstance(lm, LanguageModel | RecurrentModel | Translated):
         return f"the drafter {name} cannot learn from traffic; learning needs a draft model, such as model:path=..."
     if isinstance(lm, Translated):
-        return (
-            "this draft model has another vocabulary than the target, so the target's rows cannot teach it; learning "
-            "needs a draft model with the target's vocabulary"
-        )
+        return OTHER_VOCABULARY
     if getattr(drafter, "short_list", None) is not None:
-        return "the output layer of this draft model is cut to some tokens; leave out token_map"
+        return CUT
     if getattr(lm.model, "is_quantized", False):
         return "the weights of this draft model are quantised and cannot be trained; use a draft model that is not"
     return None
