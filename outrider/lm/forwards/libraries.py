@@ -4,12 +4,14 @@ Relied on in torch (read and run in 2.13):
 
 - `torch.export.export` with `Dim(min=1)` makes one graph for all sizes, 1 included, while `backed_size_oblivious` is
   set;
-- `torch._inductor.aot_compile` with `aot_inductor.package` makes a library in the folder `TORCHINDUCTOR_CACHE_DIR`, in
-  which the weights lie as the kernels want them, and returns the paths of what it wrote. (`aoti_compile_and_package`
-  makes a zip file of them, and ends the process where the disk is full.) `freezing` makes weights constants, and
+- `torch._inductor.aot_compile` with `aot_inductor.package` makes a library in the folder `TORCHINDUCTOR_CACHE_DIR`, and
+  returns the paths of what it wrote. (`aoti_compile_and_package` makes a zip file of them, and ends the process where
+  the disk is full.) `freezing` makes weights constants, laid out as the kernels want them; see `constants`.
   `max_autotune_gemm` with the backend `CPP` writes matrix products in C++, without trying which kernels are fastest.
   There are none for float64. In bfloat16 they use matrix units (AMX) but not the instructions of AVX-512; without the
   option products are oneDNN's, which use both;
+- with `dynamic_threads` a parallel loop has as many threads as OpenMP would take, and a matrix product is cut into
+  `threads` parts, whatever number of threads shares them;
 - a library cannot call operators that others have registered with torch; the compiler lists those that the function
   calls in a file `*.wrapper.json`.
 """
@@ -38,10 +40,12 @@ from torch import nn
 from outrider.core import files
 from outrider.core.types import InputError
 from outrider.host import remembered
+from outrider.host.hashed import hashes_of
+from outrider.lm.forwards.constants import INDEX, STORE, MappedConstants, as_index, keep, read, tensors_of
 from outrider.lm.forwards.runner import Runner
 
 LIBRARY, KEY = "forward.so", "key.json"
-CALLED = ".wrapper.json"
+CALLED, SOURCE, BLOB = ".wrapper.json", ".wrapper.cpp", ".blob"
 MANY = 1 << 20
 """More rows, columns or positions than any forward has."""
 UNUSED, ABANDONED = 30 * 86400, 86400
@@ -95,7 +99,7 @@ class Library(ABC):
 
     @property
     def parts(self) -> Sequence[nn.Module]:
-        """The modules whose code is compiled."""
+        """The modules whose code is compiled, and whose tensors are its weights."""
         return [self.module]
 
     @property
@@ -132,8 +136,8 @@ class Library(ABC):
         with suppress(OSError):
             (self.folder / KEY).touch()
         try:
-            return Runner(self.folder / LIBRARY)
-        except RuntimeError as error:
+            return self._runner()
+        except (RuntimeError, OSError, ValueError, KeyError) as error:
             warn_once("the compiled forward of %s is not used: torch cannot open %s", self.name, self.folder)
             log.debug("%s", error)
             return None
@@ -145,7 +149,15 @@ class Library(ABC):
             InputError: It cannot be made.
         """
         found = self.opened()
-        return Runner(self.make() / LIBRARY) if found is None else found
+        if found is None:
+            self.make()
+            found = self._runner()
+        return found
+
+    def _runner(self) -> Runner:
+        """What runs the library that lies there."""
+        constants = MappedConstants(read(self.folder / INDEX), self._store, tensors_of(self.parts))
+        return Runner(self.folder / LIBRARY, constants)
 
     def make(self) -> Path:
         """Make the library. It takes about a minute for a dozen layers. Returns its folder.
@@ -197,9 +209,9 @@ class Library(ABC):
 
     def _keep(self, fresh: Path) -> None:
         """Put a folder with a new library in its place, as a whole."""
-        library = fresh / LIBRARY
-        library.chmod(0o600)
-        files.replace(fresh / KEY, self._record(library), mode=0o600)
+        for name in (LIBRARY, INDEX):
+            (fresh / name).chmod(0o600)
+        files.replace(fresh / KEY, self._record(fresh), mode=0o600)
         try:
             # What lies there is damaged, or no folder at all.
             files.put(fresh, self.folder)
@@ -210,23 +222,32 @@ class Library(ABC):
 
     def _flaw(self) -> str | None:
         """Why the library that lies there is not usable; None if it is."""
-        library, key = self.folder / LIBRARY, self.folder / KEY
         try:
-            reason = files.distrusted(library) or files.distrusted(key)
-            if reason is None and files.read(key) != self._record(library):
-                reason = f"{library} is damaged; `outrider prepare` makes it anew"
-        except OSError:
-            reason = f"{self.folder} is damaged; `outrider prepare` makes it anew"
-        return reason
+            for name in (KEY, LIBRARY, INDEX):
+                if (reason := files.distrusted(self.folder / name)) is not None:
+                    return reason
+            if files.read(self.folder / KEY) == self._record(self.folder):
+                return None
+        except (OSError, ValueError):
+            pass
+        return f"{self.folder} is damaged; `outrider prepare` makes it anew"
 
-    def _record(self, library: Path) -> bytes:
-        """What lies beside a library: its key, size and hash."""
-        if not library.is_file():
-            raise FileNotFoundError(f"{library} is no regular file")
-        with library.open("rb") as content:
-            digest = hashlib.file_digest(content, "sha256").hexdigest()
-        made = {"key": self._key, "size": library.stat().st_size, "sha256": digest}
-        return json.dumps(made, sort_keys=True, indent=1).encode()
+    def _record(self, folder: Path) -> bytes:
+        """What lies beside a library: its key, and the hashes of its files."""
+        constants = sorted({each.file for each in read(folder / INDEX) if each.file})
+        paths = [folder / LIBRARY, folder / INDEX, *(self._store / name for name in constants)]
+        for path in paths[2:]:
+            if (reason := files.distrusted(path)) is not None:
+                raise ValueError(reason)
+        library, index, *contents = hashes_of(paths)
+        if contents != constants:
+            raise ValueError(f"a constant in {self._store} is not what its name says")
+        return json.dumps({"key": self._key, "library": library, "index": index}, sort_keys=True, indent=1).encode()
+
+    @property
+    def _store(self) -> Path:
+        """Where the constants of all libraries lie."""
+        return self._shelf.parent / STORE
 
     @functools.cached_property
     def _shelf(self) -> Path:
@@ -242,7 +263,8 @@ class Library(ABC):
         return {
             "shape": self.shape,
             "weights": weights,
-            "machine": remembered.machine(torch.device("cpu")),
+            # A library serves every number of threads.
+            "machine": {k: v for k, v in remembered.machine(torch.device("cpu")).items() if k != "threads"},
             "source": {name: _digest(file) for name, file in self.sources.items()},
             **self.choices,
         }
@@ -255,7 +277,7 @@ class Library(ABC):
         import torch._inductor.config as settings
         from torch.fx.experimental import _config as shapes
 
-        options = {**_options(next(self.module.parameters()).dtype), "aot_inductor.package": True}
+        options = _options(next(self.module.parameters()).dtype)
         with _scratch(), shapes.patch(backed_size_oblivious=True), settings.patch(options):  # type: ignore[attr-defined]
             module, inputs, sizes = self.traced()
             exported = torch.export.export(module, inputs, dynamic_shapes=sizes, strict=False)
@@ -263,13 +285,18 @@ class Library(ABC):
             graph: Any = exported.module(check_guards=False)
             written: Any = inductor.aot_compile(graph, *exported.example_inputs)
             paths = [Path(path) for path in written if isinstance(path, str)]
+            source = next(path for path in paths if path.name.endswith(SOURCE)).read_text(encoding="utf-8")
+            blob = next(path for path in paths if path.suffix == BLOB)
+            constants = keep(source, blob, self._store, tensors_of(self.parts))
+            files.replace(folder / INDEX, as_index(constants), mode=0o600)
             calls = [json.loads(path.read_bytes()) for path in paths if path.name.endswith(CALLED)]
             _refuse({each["node"]["target"] for found in calls for each in found.get("nodes", ())})
             shutil.copyfile(next(path for path in paths if path.suffix == ".so"), folder / LIBRARY)
 
 
 def delete_unused(folder: Path) -> None:
-    """Delete libraries that nobody has opened for a month, and what compilations that were cut off have left.
+    """Delete libraries that nobody has opened for a month, constants that no library has, and what compilations that
+    were cut off have left.
 
     Args:
         folder: Holds a folder of libraries for each shape of a model.
@@ -280,6 +307,15 @@ def delete_unused(folder: Path) -> None:
             with suppress(OSError):
                 if now - found.stat().st_mtime > most:
                     shutil.rmtree(found.parent if found.name == KEY else found, ignore_errors=True)
+    used = set()
+    for index in folder.glob(f"*/*/{INDEX}"):
+        with suppress(OSError, ValueError):
+            used |= {each.file for each in read(index)}
+    for found in (folder / STORE).glob("*"):
+        with suppress(OSError):
+            # The index of a library that is being made is not there yet.
+            if found.name not in used and now - found.stat().st_mtime > ABANDONED:
+                found.unlink()
 
 
 def sources(modules: Iterable[str]) -> dict[str, Path]:
@@ -358,7 +394,15 @@ def _scratch() -> Iterator[None]:
 def _options(dtype: torch.dtype) -> dict[str, Any]:
     """How the compiler makes a library."""
     own = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP"}
-    return {"freezing": True, **(own if _own_products(dtype) else {})}
+    return {
+        "freezing": True,
+        "cpp.dynamic_threads": True,
+        # Products in one part have no parallel loop.
+        "cpp.threads": max(2, os.cpu_count() or 1),
+        "aot_inductor.package": True,
+        "aot_inductor.package_constants_on_disk_format": "binary_blob",
+        **(own if _own_products(dtype) else {}),
+    }
 
 
 def foreign(exported: torch.export.ExportedProgram) -> set[str]:
