@@ -38,7 +38,7 @@ def prepare(setup: Setup, *, as_json: bool) -> None:
             if role == "target" and engine.parts.drafter.taps:
                 lm.prepare(engine.parts.drafter.taps)
         spent = time.perf_counter() - began
-        choice = choose(lm, forward=None, pad_to=setup.pad_to if role == "target" else 1)
+        choice = choose(lm, forward=None, pad_to=setup.pad_to if role == "target" else 1, surely=True)
         place = str(lm.package.folder)
         found.append(
             {

@@ -1,19 +1,27 @@
-"""Hashes of values by their whole contents: settings, source files, every byte of every weight."""
+"""Hashes of values by their whole contents: settings, source files, every byte of every weight.
+
+Hashes of weights that were read from files are kept between processes; see `note_files`.
+"""
 
 import dataclasses
 import hashlib
 import json
 import platform
+import weakref
 from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from outrider.host.hashed import Stamp, kept, stamps_of
 from outrider.lm.protocol import LM
 from outrider.lm.translated import Translated
 
@@ -27,6 +35,79 @@ SETTINGS = ("vocab_size", "max_context", "max_slots", "device", "dtype", "pad_to
 
 class Unreadable(Exception):
     """A value whose bytes cannot all be read."""
+
+
+def note_files(module: nn.Module, files: Sequence[Path], began: int) -> None:
+    """Keep hashes of a module's weights between processes, for as long as neither the files nor the weights change.
+
+    Args:
+        module: Its weights were just read from the files.
+        files: Files that decide what the weights are.
+        began: When reading began, in nanoseconds since the epoch. Files that were changed later are not trusted.
+    """
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    plain = all(type(each) in (Tensor, nn.Parameter) and not each.is_inference() for _, each in tensors)
+    try:
+        stamps = stamps_of(files)
+    except OSError:
+        return
+    if plain and stamps and all(changed < began for _, _, changed in stamps):
+        group = _Read(stamps, tensors)
+        for number, (_, tensor) in enumerate(tensors):
+            _READ[tensor] = group, number
+
+
+def read_from(module: nn.Module) -> dict[str, Any] | None:
+    """The files that all weights of a module were read from, as values of JSON; None if they are not known, or weights
+    have changed since.
+    """
+    groups = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor not in _READ:
+            return None
+        group, number = _READ[tensor]
+        if not group.holds(number):
+            return None
+        groups[id(group)] = group
+    [*found] = groups.values()
+    return {"files": [stamp for group in found for stamp in group.stamps], "what": [group.what for group in found]}
+
+
+class _Read:
+    """Tensors that were read from files."""
+
+    def __init__(self, stamps: Sequence[Stamp], tensors: Sequence[tuple[str, Tensor]]) -> None:
+        self.stamps, self._hashes = stamps, list[str]()
+        self._tensors = [weakref.ref(each) for _, each in tensors]
+        self._states = [_state(each) for _, each in tensors]
+        said = [(name, type(each).__name__, each.dtype, each.shape) for name, each in tensors]
+        self.what = hashlib.sha256(repr([transformers.__version__, said]).encode()).hexdigest()
+
+    def holds(self, number: int) -> bool:
+        """Whether a tensor is there, and has not changed."""
+        tensor = self._tensors[number]()
+        return tensor is not None and _state(tensor) == self._states[number]
+
+    def hash_of(self, number: int) -> bytes | None:
+        """The hash of a tensor; None if it has changed."""
+        if not self.holds(number):
+            return None
+        if not self._hashes:
+            if not all(map(self.holds, range(len(self._tensors)))):
+                return None
+            self._hashes = kept(
+                self.stamps, self.what, lambda: [_hash_read(tensor()).hex() for tensor in self._tensors]
+            )
+        return bytes.fromhex(self._hashes[number])
+
+
+_READ: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""The tensors that were read from files: for each, with which others, and its number among them."""
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor lies, and how often it was changed in place."""
+    return tensor.data_ptr(), tensor._version
 
 
 def fingerprint(*values: object) -> str | None:
@@ -94,6 +175,15 @@ def instruction_sets(info: Path) -> set[str]:
 
 
 def _hash(value: object) -> bytes:
+    """The hash of a value."""
+    if isinstance(value, Tensor) and value in _READ:
+        group, number = _READ[value]
+        if (known := group.hash_of(number)) is not None:
+            return bytes(known)
+    return _hash_read(value)
+
+
+def _hash_read(value: object) -> bytes:
     """The hash of a value's kind and of its parts, each behind its length."""
     digest = hashlib.sha256()
     for part in (f"{type(value).__module__}.{type(value).__qualname__}".encode(), *_parts(value)):

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from outrider.core.ranks import join
 from outrider.core.types import InputError
+from outrider.host.mapped import release_pages
+from outrider.lm.checked import Checked
 from outrider.lm.fingerprint import shape_of
 from outrider.lm.forwards import flex
 from outrider.lm.forwards.eager import EagerForward
@@ -46,6 +48,8 @@ LEAST_MASKLESS = 33
 FULL = 7 / 8
 """Largest share of nodes in a padded batch whose padding is left out. To lay nodes out takes about as long as a few of
 them."""
+RARE = 32
+"""Compiled forwards behind an eager one after which the model's own weights need not stay in memory."""
 LEAST_CONTEXT = 3
 """Tokens of the longest path on which a model's masks are tried."""
 
@@ -131,8 +135,9 @@ class LanguageModel(SlottedLM):
         self._ends: EmbeddingAndHead | None = None
         self.pad_to = pad_to
         self._builder = mask_builder(model, self.anatomy, self.anatomy.spans or Span())
-        probe = Probe()
-        self.vocab_size = checked_width(self._probe(probe), vocab_size)
+        self._checked = Checked(model, {"vocab_size": vocab_size, "pad_to": pad_to, "max_slots": max_slots})
+        width, recorded = self._checked.find("probe", self._probe)
+        probe, self.vocab_size = Probe.of_values(recorded), checked_width(width, vocab_size)
         check_devices(model, probe.devices)
         self._slots = Slots.fitting(
             probe.layers,
@@ -157,10 +162,11 @@ class LanguageModel(SlottedLM):
             device=self.device,
         )
         self._forwards: dict[Forward, Runs] = {}
+        self._rare = 0
         self.choice: Choice | None = None
         self.narrow = self.widest
         self.run_by("eager")
-        self._maskless_from = self._least_maskless()
+        self._maskless_from = self._checked.find("maskless from", self._least_maskless)
         if forward != "eager":
             self.run_by(forward)
 
@@ -182,8 +188,23 @@ class LanguageModel(SlottedLM):
             self._forwards[forward] = self._made(forward)
         self.forward, runs = forward, self._forwards[forward]
         self._replaying = runs if isinstance(runs, ReplayedForward) else None
-        if new and (reason := self._misread()) is not None:
+        if new and (reason := self._checked.flaw(self._name_of_check(), self._misread)) is not None:
+            del self._forwards[forward]
             raise InputError(reason)
+
+    def _name_of_check(self) -> str:
+        """What names the check of its forwards as they run now."""
+        return f"compiled {self.package.folder.name}" if self.forward == "compiled" else self.forward
+
+    def drop_others(self) -> None:
+        """Drop what forwards of other kinds hold: copies of weights. Eager forwards hold none, and stay.
+
+        Weights that are mapped from files, and that its own forwards have copies of, take no more memory from now on
+        until they are read again.
+        """
+        self._forwards = {name: runs for name, runs in self._forwards.items() if name in ("eager", self.forward)}
+        if self.forward in ("packed", "compiled"):
+            release_pages(self.model.parameters())
 
     def why_not(self, forward: Forward) -> str | None:
         """Why its forwards cannot run so here, in one sentence; None if they can."""
@@ -295,6 +316,11 @@ class LanguageModel(SlottedLM):
         runs = self._runs(inputs.positions.numel())
         if isinstance(runs, PackagedForward) and not runs.has(taps):
             runs = self._forwards["eager"]
+        if self.forward == "compiled":
+            # A wide forward reads the model's own weights, and others may follow soon.
+            self._rare = RARE if not isinstance(runs, PackagedForward) else self._rare - 1
+            if self._rare == 0:
+                release_pages(self.model.parameters())
         return runs(inputs, taps)
 
     def _runs(self, size: int) -> Runs:
@@ -348,8 +374,9 @@ class LanguageModel(SlottedLM):
         )
 
     @torch.inference_mode()
-    def _probe(self, probe: Probe) -> int:
-        """Let the probe record what each layer caches, by a forward of two tokens. Returns the width of the logits."""
+    def _probe(self) -> tuple[int, list[list[Any]]]:
+        """The width of the logits, and what each layer caches: recorded by a forward of two tokens."""
+        probe = Probe()
         sight = look([0], [Pending().grown(2, None)], np.array([2]), 2)
         (positions,) = upload([sight.positions], self.device)
         try:
@@ -375,7 +402,7 @@ class LanguageModel(SlottedLM):
                 "processes"
             ) from error
         check_logits(output.logits, self.model, self.anatomy.name)
-        return int(output.logits.shape[-1])
+        return int(output.logits.shape[-1]), probe.values()
 
     @torch.inference_mode()
     def _misread(self) -> str | None:

@@ -31,11 +31,19 @@ PATIENCE = 0.1
 """Seconds after which a kind of forward is not repeated any more."""
 WIDE = 48
 """Tokens of a forward on which compiled and eager ones are compared: compiled ones are slow with many tokens."""
+_BEGAN = Usage.now()
+"""Use of the cores when this module was imported, before any model was read."""
 log = logging.getLogger("outrider")
 
 
 def choose(
-    lm: LanguageModel, *, forward: Forward | None, pad_to: int | None, lasting: bool = True, taps: Sequence[int] = ()
+    lm: LanguageModel,
+    *,
+    forward: Forward | None,
+    pad_to: int | None,
+    lasting: bool = True,
+    taps: Sequence[int] = (),
+    surely: bool = False,
 ) -> Choice:
     """Let a model's forwards run in the fastest way that is at hand, or as they are told to.
 
@@ -43,13 +51,15 @@ def choose(
     their library is on disk already, replayed ones on a GPU. In half precision on a CPU, and on a GPU, one token and a
     block may use kernels that round differently; then forwards are padded to more columns, if that is of help. Compiled
     forwards of many tokens, such as those of prompts, may be slower than eager ones, which are used then. What is
-    measured is remembered, unless other processes took the cores meanwhile.
+    measured is remembered. If other processes took the cores meanwhile, it is measured again by the first process that
+    finds them free.
 
     Args:
         forward: The kind of forward; None chooses.
         pad_to: Fewest columns of a forward; None chooses.
         lasting: Whether the weights will stay as they are. Otherwise only forwards that read them each time are chosen.
         taps: The hidden states that forwards will return; compiled ones need a library that does.
+        surely: Whether to measure again what was measured while other processes took the cores.
     """
     if together() > 1 and forward is None:
         # Processes that hold one target together would measure different times.
@@ -70,11 +80,11 @@ def choose(
         "pad_to": pad_to,
     }
     choice = _read(remembered.read("forward", key), candidates)
-    if choice is None:
+    if choice is None or (choice.busy and (surely or not _crowded(_BEGAN))):
         before = Usage.now()
-        choice = _measured(lm, candidates, paddings)
-        if not crowded(shares(before, Usage.now()), torch.get_num_threads()):
-            remembered.write("forward", key, {**vars(choice), "milliseconds": dict(choice.milliseconds)})
+        found = _measured(lm, candidates, paddings)
+        choice = replace(found, busy=_crowded(before))
+        remembered.write("forward", key, {**vars(choice), "milliseconds": dict(choice.milliseconds)})
     return _applied(lm, choice)
 
 
@@ -90,8 +100,14 @@ def at_hand(lm: LanguageModel, taps: Sequence[int] = ()) -> list[Forward]:
     return [name for name in FORWARDS if lm.why_not(name) is None and extra[name]()]
 
 
+def _crowded(before: Usage) -> bool:
+    """Whether other processes have taken the cores since a moment."""
+    return crowded(shares(before, Usage.now()), torch.get_num_threads())
+
+
 def _applied(lm: LanguageModel, choice: Choice) -> Choice:
     lm.run_by(choice.forward)
+    lm.drop_others()
     lm.pad_to, lm.narrow = choice.pad_to, lm.widest if choice.narrow is None else choice.narrow
     return choice
 
@@ -103,6 +119,8 @@ def _measured(lm: LanguageModel, candidates: Sequence[Forward], paddings: Sequen
     for forward in candidates:
         if not _runs_by(lm, forward, alone=len(candidates) == 1):
             continue
+        # One copy of the weights at a time.
+        lm.drop_others()
         times = (_milliseconds(lm, 1), _milliseconds(lm, BLOCK))
         # What could not be recorded ran eager.
         if not found or forward != "replayed" or lm.replays:
@@ -217,9 +235,13 @@ def _text(lm: LanguageModel, count: int, start: int = 0) -> Tensor:
 def _read(kept: Mapping[str, Any] | None, candidates: Sequence[Forward]) -> Choice | None:
     """The choice that was remembered; None if there is none or it makes no sense."""
     match kept:
-        case {"forward": str(forward), "pad_to": int(pad_to), "narrow": narrow, "milliseconds": dict(times)} if (
-            forward in candidates and pad_to >= 1 and (narrow is None or isinstance(narrow, int))
-        ):
+        case {
+            "forward": str(forward),
+            "pad_to": int(pad_to),
+            "narrow": int() | None as narrow,
+            "milliseconds": dict(times),
+            "busy": bool(busy),
+        } if forward in candidates and pad_to >= 1:
             pairs = {name: (float(pair[0]), float(pair[1])) for name, pair in times.items()}
-            return Choice(forward=forward, pad_to=pad_to, narrow=narrow, milliseconds=pairs)  # type: ignore[arg-type]
+            return Choice(forward=forward, pad_to=pad_to, narrow=narrow, milliseconds=pairs, busy=busy)  # type: ignore[arg-type]
     return None

@@ -22,6 +22,7 @@ class Choice:
         pad_to: Fewest columns of a forward.
         narrow: Most tokens of a compiled forward; larger ones run eager. None: any number.
         milliseconds: For each kind that was measured, the time of one token and that of a block of `BLOCK`.
+        busy: Whether other processes took the cores while it was measured, so that another kind may be faster.
         reason: Why no other kind is possible, as the end of a sentence; None where the choice was free.
 
     Example:
@@ -33,6 +34,7 @@ class Choice:
     pad_to: int
     narrow: int | None = None
     milliseconds: Mapping[Forward, tuple[float, float]] = field(default_factory=dict)
+    busy: bool = False
     reason: str | None = None
 
     def __str__(self) -> str:
@@ -40,6 +42,8 @@ class Choice:
         times = [f"{name}: {one:.1f} ms for a token, {block:.1f} ms for {BLOCK}" for name, (one, block) in pairs]
         if self.narrow is not None:
             times.append(f"forwards of more than {self.narrow} tokens run eager")
+        if self.busy:
+            times.append("measured while other processes took the cores")
         plain = self.forward if self.reason is None else f"{self.forward}, because {self.reason}"
         return "; ".join(times) or plain
 

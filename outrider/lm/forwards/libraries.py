@@ -121,7 +121,11 @@ class Library(ABC):
         """
         try:
             # Reading all weights takes a while, so look first whether any library of such a shape is there.
-            if not any(self._shelf.iterdir()) or not self.folder.is_dir():
+            if not any(self._shelf.iterdir()):
+                return False
+            if not self.folder.is_dir():
+                if (reason := self._unlike()) is not None:
+                    warn_once("the compiled forward of %s is not used: %s", self.name, reason)
                 return False
         except (OSError, InputError):
             return False
@@ -231,6 +235,28 @@ class Library(ABC):
         except (OSError, ValueError):
             pass
         return f"{self.folder} is damaged; `outrider prepare` makes it anew"
+
+    def _unlike(self) -> str | None:
+        """What is different where a library of the same weights was made, if there is one, and none for here."""
+        own = json.loads(json.dumps(self._key))
+        for place in sorted(self._shelf.glob(f"*/{KEY}")):
+            try:
+                key = json.loads(files.read(place))["key"]
+                different = [name for name in own if key[name] != own[name]]
+                if not set(different) <= {"machine", "source"}:
+                    continue
+                changed = [name for name in own["machine"] if key["machine"].get(name) != own["machine"][name]]
+                there = key["machine"].get("versions", {})
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                continue
+            here = own["machine"]["versions"]
+            other = [
+                f"{name} {there.get(name)} instead of {here[name]}" for name in here if there.get(name) != here[name]
+            ]
+            how = f"with {' and '.join(other)}" if other else f"on a machine with another {' and '.join(changed)}"
+            said = how if changed else "from other source of the model or of Outrider"
+            return f"it was made {said}; `outrider prepare` makes one that fits, once"
+        return None
 
     def _record(self, folder: Path) -> bytes:
         """What lies beside a library: its key, and the hashes of its files."""

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -21,12 +22,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import is_accelerate_available
+from transformers.utils import cached_file, is_accelerate_available
 
 from outrider.core.inputs import needs, shown
 from outrider.core.place import CONFIGS, Place, place_of
 from outrider.core.ranks import launched
 from outrider.core.types import InputError
+from outrider.lm.fingerprint import note_files
 from outrider.lm.forwards.choice import choose
 from outrider.lm.forwards.forward import Forward
 from outrider.lm.hf.anatomy import Anatomy, opener
@@ -42,6 +44,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+WEIGHTS = ("safetensors", "bin", "json")
+"""How names of the files end that decide what a model's weights are."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 """The files of a tokenizer; the first has its vocabulary."""
 ADAPTER = "adapter_config.json"
@@ -125,7 +129,7 @@ def open_model(
         "gguf_file": found.gguf,
         **_divided(tp_plan),
     }
-    config = None
+    config, began = None, time.time_ns()
     try:
         config = _config(found, revision, trust_remote_code)
         _tell(found, config, kind)
@@ -162,7 +166,21 @@ def open_model(
         or tp_plan is not None
         or (model.device.type == place.type and getattr(model, "is_quantized", False))
     )
-    return model.eval() if stays else model.to(place).eval()
+    model = model.eval() if stays else model.to(place).eval()
+    note_files(model, weight_files(found, revision), began)
+    return model
+
+
+def weight_files(place: Place, revision: str | None) -> list[Path]:
+    """The files that a model's weights were read from."""
+    name = place.gguf or "config.json"
+    file = Path(place.folder) / name
+    if not file.is_file():
+        try:
+            file = Path(str(cached_file(place.folder, name, revision=revision, local_files_only=True)))
+        except OSError:
+            return []
+    return [file] if place.gguf else sorted(each for kind in WEIGHTS for each in file.parent.glob(f"*.{kind}"))
 
 
 def _check_processes(device_map: object, device: object) -> None:

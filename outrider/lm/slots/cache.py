@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,6 +69,26 @@ class Probe:
         shapes = [Shape(heads=s.shape[1], dim=s.shape[3], dtype=s.dtype) for s in (keys, values)]
         self.layers[layer_idx] = Layer(keys=shapes[0], values=shapes[1], device=keys.device)
         return keys, values
+
+    def values(self) -> list[list[Any]]:
+        """What was recorded, as values of JSON."""
+        return [
+            [
+                index,
+                *([each.heads, each.dim, str(each.dtype)] for each in (layer.keys, layer.values)),
+                str(layer.device),
+            ]
+            for index, layer in self.layers.items()
+        ]
+
+    @classmethod
+    def of_values(cls, values: Sequence[Sequence[Any]]) -> "Probe":
+        """What `values` returned."""
+        probe = cls()
+        for index, keys, own, device in values:
+            shapes = [Shape(heads=each[0], dim=each[1], dtype=getattr(torch, each[2][6:])) for each in (keys, own)]
+            probe.layers[index] = Layer(keys=shapes[0], values=shapes[1], device=torch.device(device))
+        return probe
 
     @property
     def devices(self) -> set[torch.device]:
