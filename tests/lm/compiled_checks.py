@@ -28,6 +28,7 @@ from outrider.engine.engine import Engine
 from outrider.host.meanwhile import hand_over_by
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.forwards.choice import at_hand
+from outrider.lm.forwards.constants import MappedConstants
 from outrider.lm.forwards.package import GATHERED, Package
 from outrider.lm.forwards.runner import Runner
 from outrider.lm.head import head_lm
@@ -206,7 +207,14 @@ def kept(model: LlamaForCausalLM) -> dict[str, object]:
     found["of other weights"] = LanguageModel(other).package.exists()
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
-    found["with other threads"] = LanguageModel(model).package.exists()
+    counts, names = (threads, threads + 1, threads + 3), sorted(path.name for path in folder.parent.iterdir())
+    errors = []
+    for count in counts:
+        torch.set_num_threads(count)
+        same = LanguageModel(model, max_slots=3, forward="compiled")
+        errors += differences(LanguageModel(model, max_slots=3), same, ()).values()
+    found["for every number of threads"] = max(errors) < 1e-4
+    found["none made for other threads"] = sorted(path.name for path in folder.parent.iterdir()) == names
     torch.set_num_threads(threads)
     found["of other taps"] = replace(package, taps=(0,)).exists()
     key = (folder / "key.json").read_text()
@@ -292,7 +300,10 @@ def needs_no_lock(lm: LanguageModel) -> bool:
 def failures(lm: LanguageModel) -> list[str]:
     """What a library says that cannot be opened, or that gets too few tensors."""
     found = []
-    for attempt in (lambda: Runner(lm.package.folder / "none.so"), lambda: lm.package.open().run([])):
+    for attempt in (
+        lambda: Runner(lm.package.folder / "none.so", MappedConstants([], Path(), {})),
+        lambda: lm.package.open().run([]),
+    ):
         try:
             attempt()
         except RuntimeError as error:
@@ -327,7 +338,7 @@ def experts() -> dict[str, object]:
 
 def prepared(model: LlamaForCausalLM) -> dict[str, object]:
     """What `outrider prepare` says of the same weights in a folder, and what a later engine takes."""
-    # What is measured beside other tests is remembered too.
+    # A measurement beside other tests would be made again.
     with tempfile.TemporaryDirectory() as folder, mock.patch("outrider.lm.forwards.choice.crowded", return_value=False):
         model.save_pretrained(folder)
         said = io.StringIO()

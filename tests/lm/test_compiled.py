@@ -51,7 +51,9 @@ def test_compiled_forwards_say_what_plain_ones_say_and_their_libraries_are_kept(
     assert kept["there"]
     assert kept["not made again"]
     assert "compiled" in kept["at hand"]
-    for other in ("of other weights", "with other threads", "of other taps", "with another key"):
+    assert kept["for every number of threads"]
+    assert kept["none made for other threads"]
+    for other in ("of other weights", "of other taps", "with another key"):
         assert not kept[other], other
     assert found["prepared"].pop("measured")[:1] == ["compiled"]
     assert all(found["prepared"].values()), found["prepared"]

@@ -1,0 +1,134 @@
+"""Opening a model from a prepared cache: seconds and memory of each kind of forward, over those of `from_pretrained`.
+
+`python -m recipes opening --target FOLDER` starts fresh processes in turns: one that loads the models with
+transformers alone, and one for each kind of forward that loads them with outrider. Seconds begin after the imports.
+Memory is VmRSS of /proc/self/status above that after the imports, over the bytes of the weights; `anonymous` is the
+part of it that no file holds. It is read when the models are loaded, and again behind a prompt and some tokens. Every
+way opens the models once before the first round, so that the cache is warm. The recipe needs Linux. Run
+`outrider prepare` with the same models before, or compiled forwards are made in the warm-up.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outrider.bench.evidence import Estimate, Row
+from outrider.bench.folder import folder
+from outrider.bench.report import Findings, Table
+from outrider.bench.turns import Turn, turns
+from recipes import options
+from recipes.memory import ASSETS, Process
+
+BARE, DEFAULT = "from_pretrained", "default"
+WAYS = (BARE, "eager", "packed", "compiled", DEFAULT)
+MOST_SECONDS, MOST_MEMORY = 1.5, 1.3
+"""The goals: over `from_pretrained`, and over the weights."""
+PROGRAM = """
+import json, re, sys, time
+from pathlib import Path
+way, target, draft, threads = sys.argv[1:]
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+logging.disable_progress_bar()
+torch.set_num_threads(int(threads))
+if way != "from_pretrained":
+    import outrider, outrider.assembly
+
+def memory():
+    text = Path("/proc/self/status").read_text()
+    return {name: 1024 * int(re.search(rf"{name}:\\s+(\\d+)", text)[1]) for name in ("VmRSS", "RssAnon")}
+
+places = [place for place in (target, draft) if place]
+before, began = memory(), time.perf_counter()
+if way == "from_pretrained":
+    models = [AutoModelForCausalLM.from_pretrained(place) for place in places]
+    forward = "-"
+else:
+    drafter = f"model:path={draft}" if draft else "suffix"
+    forward = None if way == "default" else way
+    engine = outrider.load(target, drafter=drafter, forward=forward, probe=False)
+    models = [lm.model for lm in (engine.parts.target, getattr(engine.parts.drafter, "lm", None)) if lm is not None]
+    forward = engine.parts.target.forward
+seconds, loaded = time.perf_counter() - began, memory()
+if way != "from_pretrained":
+    prompt = [5 + n % 1000 for n in range(200)]
+    engine.generate([prompt], max_new_tokens=40, ignore_eos=True)
+worked = memory()
+weights = sum(weight.nbytes for model in models for weight in model.parameters())
+above = {}
+for when, now in (("loaded", loaded), ("worked", worked)):
+    above |= {f"{when} {name}": now[name] - before[name] for name in now}
+print(json.dumps({"seconds": seconds, "weights": weights, "forward": forward, **above}))
+"""
+"""What a fresh process runs. It imports outrider only where it is measured."""
+
+
+def opened(way: str, target: Path, draft: Path | None, threads: int) -> dict[str, Any]:
+    """Seconds, and bytes above the imports, of one way in a fresh process."""
+    command = [sys.executable, "-c", PROGRAM, way, str(target), str(draft or ""), str(threads)]
+    done = subprocess.run(command, cwd=ASSETS.parent.parent, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{way} failed: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Estimate]]:
+    """For each way: seconds, their ratio to `from_pretrained` in the same round, and memory over the weights."""
+    bare = {row["round"]: row["seconds"] for row in rows if row["way"] == BARE}
+    found = {}
+    for way in dict.fromkeys(row["way"] for row in rows):
+        own = [row for row in rows if row["way"] == way]
+        found[way] = {
+            "seconds": _spread([row["seconds"] for row in own]),
+            "ratio": _spread([row["seconds"] / bare[row["round"]] for row in own]),
+            **{
+                f"{when} {kind}": _spread([row[f"{when} {name}"] / row["weights"] for row in own])
+                for when in ("loaded", "worked")
+                for kind, name in (("resident", "VmRSS"), ("anonymous", "RssAnon"))
+            },
+        }
+    return found
+
+
+def _spread(values: Sequence[float]) -> Estimate:
+    return Estimate(value=statistics.median(values), low=min(values), high=max(values))
+
+
+def main(
+    out: options.Out = None,
+    target: Annotated[Path, typer.Option(help="Directory of the target.")] = ASSETS / "target",
+    draft: Annotated[Path | None, typer.Option(help="Directory of a draft model; none by default.")] = None,
+    ways: Annotated[str, typer.Option(help="Which ways, with commas between them.")] = ",".join(WAYS),
+    rounds: options.Rounds = 5,
+    threads: options.Threads = 2,
+) -> None:
+    """Measure seconds and memory of opening a model, over those of from_pretrained and of the weights."""
+    chosen = [Process(name=way) for way in dict.fromkeys([BARE, *ways.split(",")])]
+    with folder(out, "opening", {"target": target, "draft": draft, "rounds": rounds, "threads": threads}) as place:
+        warm = place.progress.add_task("warm-up", total=len(chosen))
+        for way in chosen:
+            opened(way.name, target, draft, threads)
+            place.progress.advance(warm)
+
+        def one(turn: Turn[Process, Process]) -> Row:
+            return {"way": turn.way.name, **opened(turn.way.name, target, draft, threads)}
+
+        rows = place.take("measured", turns(chosen, chosen[:1], rounds=rounds), one)
+        found = summarise(rows)
+        head = ("way", "forward", "seconds", f"over {BARE} (goal {MOST_SECONDS})")
+        head += tuple(f"{name}, over the weights (goal {MOST_MEMORY})" for name in list(found[BARE])[2:])
+        kinds = {row["way"]: row["forward"] for row in rows}
+        lines = [[way, kinds[way], *(each.text() for each in own.values())] for way, own in found.items()]
+        text = (
+            f"Fresh processes in turns: median [lowest, highest] of {rounds}. Memory is above that after the imports."
+        )
+        plain = {way: {name: each.value for name, each in own.items()} for way, own in found.items()}
+        place.finish(Findings(tables=[Table(head=head, lines=lines)], text=text, summary=plain))
