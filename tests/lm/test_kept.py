@@ -20,6 +20,11 @@ from tests.world.models import llama
 
 
 @pytest.fixture
+def float64_stays_float64() -> None:
+    """Not here: half precision is what is packed."""
+
+
+@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model's folder of long ago, and a cache folder of the test's own."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
@@ -125,9 +130,9 @@ def test_a_kind_of_forward_that_was_tried_leaves_no_copy_of_the_weights(folder, 
 def test_a_choice_of_a_busy_machine_is_kept_until_the_machine_is_free(folder, monkeypatch, crowded):
     tries = list[Forward]()
     monkeypatch.setattr(choice, "_milliseconds", lambda lm, width: float(bool(tries.append(lm.forward))))
-    monkeypatch.setattr(choice, "crowded", lambda shares, threads: busy)
     counts = []
     for busy in (True, crowded, True):
+        monkeypatch.setattr(choice, "crowded", lambda shares, threads, busy=busy: busy)
         tries.clear()
         found = choice.choose(
             LanguageModel(llama(context=256).to(torch.bfloat16), max_slots=2), forward=None, pad_to=None
