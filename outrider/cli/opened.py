@@ -13,6 +13,7 @@ from outrider.core.inputs import InputError
 from outrider.core.ranks import is_first
 from outrider.engine.crowd import CrowdedWarning
 from outrider.engine.engine import Engine
+from outrider.host.versions import UntestedWarning
 from outrider.lm.hf.open import LOADING
 from outrider.lm.hf.weights import check_weights
 from outrider.setup import Setup
@@ -78,8 +79,8 @@ def check_numbers(engine: Engine) -> None:
 def _one_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """A warning as standard error shows it. The warning of a crowded machine is a line without a place in the code."""
-    if issubclass(category, CrowdedWarning):
+    """A warning as standard error shows it. Warnings for the user are a line without a place in the code."""
+    if issubclass(category, CrowdedWarning | UntestedWarning):
         # On a terminal, text of an output may stand before it.
         start = "\n" if sys.stderr.isatty() else ""
         return f"{start}warning: {message}\n"

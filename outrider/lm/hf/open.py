@@ -28,6 +28,7 @@ from outrider.core.inputs import needs, shown
 from outrider.core.place import CONFIGS, Place, place_of
 from outrider.core.ranks import launched
 from outrider.core.types import InputError
+from outrider.host.versions import warn_of_untested
 from outrider.lm.fingerprint import note_files
 from outrider.lm.forwards.choice import choose
 from outrider.lm.forwards.forward import Forward
@@ -98,6 +99,7 @@ def open_model(
         InputError: The model does not exist, transformers cannot load it, or its checkpoint does not have the model's
             tensors.
     """
+    warn_of_untested()
     found = model_place(path, revision=revision)
     if device is not None and device_map is not None:
         raise InputError("device and device_map both say where the model goes; give one of them")
@@ -462,6 +464,7 @@ def as_lm(
         lasting: Whether the weights will stay as they are.
         overcommit: Whether a `max_context` may be asked for that does not fit for all slots at once.
     """
+    warn_of_untested()
     if not Anatomy.of(model).recurrent:
         lm = LanguageModel(
             model,
