@@ -3,6 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 FLOOR_TORCH ?= torch==2.11.*
+NEWEST_TORCH ?= torch
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -17,10 +18,15 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 XGRAMMAR := "xgrammar>=0.2.8"
 BESIDE_XGRAMMAR := apache-tvm-ffi pydantic
 
+# The names of what the package and its extras require, a line each: torch and xgrammar are installed apart.
+UNBOUND := import re, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+	required = sum(project['optional-dependencies'].values(), project['dependencies']); \
+	print(*sorted({re.split('[<>=~]', each)[0] for each in required} - {'torch', 'xgrammar'}), sep='\n')
+
 # Where environments of other engines are made: `make vllm-environment DIR=envs`.
 DIR ?= $(HOME)/.cache/outrider/peers
 
-.PHONY: demo test test-quantised test-floor lint types layers check clients schemathesis audit clean FORCE \
+.PHONY: demo test test-quantised test-floor test-newest lint types layers check clients schemathesis audit clean FORCE \
 	vllm-environment engine-environments in-vllm real
 
 demo: $(PREPARED)
@@ -34,7 +40,7 @@ test: $(TOOLS)
 # Libraries that quantise, and adapters, are in no extra that other tests install.
 test-quantised:
 	@echo "== Quantised targets and adapters, in .venv-quantised =="
-	$(PYTHON) -m venv .venv-quantised
+	"$(PYTHON)" -m venv .venv-quantised
 	.venv-quantised/bin/python -m pip install --quiet "$(TORCH)"
 	grep -v '^torch==' constraints.txt > .venv-quantised/constraints.txt
 	.venv-quantised/bin/python -m pip install --quiet -c .venv-quantised/constraints.txt "$(TORCH)" -e ".[dev,train,peft]"
@@ -44,11 +50,21 @@ test-quantised:
 # PyPI's build of the floor is the one with CUDA; FLOOR_TORCH may name another.
 test-floor:
 	@echo "== All tests on the oldest supported torch and transformers, in .venv-floor =="
-	$(PYTHON) -m venv .venv-floor
+	"$(PYTHON)" -m venv .venv-floor
 	.venv-floor/bin/python -m pip install --quiet "$(FLOOR_TORCH)"
 	.venv-floor/bin/python -m pip install --quiet "$(FLOOR_TORCH)" "transformers==5.17.*" -e ".[dev,bench,train,serve,grammar]" $(BESIDE_XGRAMMAR)
 	.venv-floor/bin/python -m pip install --quiet --no-deps $(XGRAMMAR)
 	.venv-floor/bin/python -m pytest -n auto
+
+# All libraries of all extras are the newest that the index has, also above the bounds of pyproject.toml, so that the
+# package itself is installed without what it requires. PyPI's newest torch is a build with CUDA too.
+test-newest:
+	@echo "== All tests on the newest torch, transformers and libraries of every extra, in .venv-newest =="
+	"$(PYTHON)" -m venv .venv-newest
+	.venv-newest/bin/python -c "$(UNBOUND)" > .venv-newest/requirements.txt
+	.venv-newest/bin/python -m pip install --quiet --upgrade "$(NEWEST_TORCH)" -r .venv-newest/requirements.txt $(BESIDE_XGRAMMAR)
+	.venv-newest/bin/python -m pip install --quiet --upgrade --no-deps $(XGRAMMAR) -e .
+	.venv-newest/bin/python -m pytest -n auto
 
 lint: $(TOOLS)
 	@echo "== Lint and format =="
@@ -73,37 +89,37 @@ real: $(TOOLS)
 # Each client has an environment of its own, below the user's cache; ENVIRONMENTS names another folder.
 clients: $(TOOLS)
 	@echo "== Clients that others wrote, against a server of ours; several GB, most of them for the load generators =="
-	$(BIN)/python -m recipes clients $(if $(ENVIRONMENTS),--environments $(ENVIRONMENTS))
+	$(BIN)/python -m recipes clients $(if $(ENVIRONMENTS),--environments "$(ENVIRONMENTS)")
 
 # Every value and every limit of every field once (coverage), then 50 random requests for each of the 25 operations.
 schemathesis: $(TOOLS)
 	@echo "== Requests made from the server's OpenAPI description: all operations, a few minutes on two cores =="
-	$(BIN)/python -m recipes clients --only schemathesis --examples 50 $(if $(ENVIRONMENTS),--environments $(ENVIRONMENTS))
+	$(BIN)/python -m recipes clients --only schemathesis --examples 50 $(if $(ENVIRONMENTS),--environments "$(ENVIRONMENTS)")
 
 audit: $(TOOLS)
 	@echo "== Known vulnerabilities of the pinned versions =="
-	$(BIN)/python -m recipes audit $(if $(ENVIRONMENTS),--environments $(ENVIRONMENTS))
+	$(BIN)/python -m recipes audit $(if $(ENVIRONMENTS),--environments "$(ENVIRONMENTS)")
 
 vllm-environment: $(TOOLS)
 	@echo "== vLLM in an environment of its own, below $(DIR); minutes, and three gigabytes =="
-	$(BIN)/python -m outrider.bench.engines vllm --environments $(DIR)
+	$(BIN)/python -m outrider.bench.engines vllm --environments "$(DIR)"
 
 engine-environments: $(TOOLS)
 	@echo "== vLLM, llama.cpp and OpenVINO GenAI, each in an environment of its own, below $(DIR) =="
-	$(BIN)/python -m outrider.bench.engines vllm llama openvino --environments $(DIR)
+	$(BIN)/python -m outrider.bench.engines vllm llama openvino --environments "$(DIR)"
 
 in-vllm: $(TOOLS)
 	@echo "== Exported drafters in vLLM, llama.cpp and OpenVINO GenAI, against what Outrider measured =="
-	$(BIN)/python -m recipes in_vllm --environments $(DIR) --out runs/in-vllm
+	$(BIN)/python -m recipes in_vllm --environments "$(DIR)" --out runs/in-vllm
 
 clean:
-	rm -rf $(VENV) .venv-floor .venv-quantised
+	rm -rf $(VENV) .venv-floor .venv-newest .venv-quantised
 
 # torch first and by itself: a looser requirement would fetch a build with CUDA, gigabytes of it. It is named again
 # beside the rest, without its pin, so that `make TORCH=...` is kept.
 $(READY): pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "== Setting up $(VENV) with $(TORCH); the first time takes a few minutes =="
-	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || "$(PYTHON)" -m venv $(VENV)
 	$(PIP) "$(TORCH)"
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	$(PIP) -c $(VENV)/constraints.txt "$(TORCH)" -e .
