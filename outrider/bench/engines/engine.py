@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.bench.engines.environments import BARE, PACKAGE, Environment, Room
+from outrider.bench.engines.environments import BARE, PACKAGE, CannotMake, Environment, Room
 
 DRAFT_MODEL = "draft model"
 Command = Callable[[Room | None], list[str]]
@@ -28,6 +28,7 @@ class Engine:
         digests_first: Whether the prompt's own forward says the first token, before there is a draft.
         loads_heads: Whether it has modes for heads, by their names in the catalog.
         exports: Its name in `outrider export`.
+        reads: The end of the names of files that hold a whole model and that it reads by itself; None reads none.
     """
 
     title: str
@@ -39,6 +40,7 @@ class Engine:
     digests_first: bool = False
     loads_heads: bool = False
     exports: str | None = None
+    reads: str | None = None
 
     @property
     def version(self) -> str:
@@ -63,12 +65,17 @@ def python_driver(module: str) -> Command:
 def converted(engine: Engine, room: Room | None, source: Path, folder: Path, dtype: str) -> Path:
     """Where a model lies in the engine's format; it is converted unless it was.
 
+    Args:
+        source: A model's folder, or a file that the engine reads by itself.
+
     Raises:
         CannotMake: It cannot be converted.
     """
-    if engine.convert is None or room is None:
+    if engine.convert is None or room is None or (source.is_file() and source.suffix == engine.reads):
         return source.absolute()
-    place = folder.absolute() / "models" / f"{digest(source / 'model.safetensors')}-{room.place.name}-{dtype}"
+    if source.is_file():
+        raise CannotMake(f"it reads no {source.suffix} files; give the model's folder")
+    place = folder.absolute() / "models" / f"{state_of(source)}-{room.place.name}-{dtype}"
     if not place.exists():
         # The environments of the engines read this file too, and have no Outrider.
         from outrider.core import files
@@ -82,3 +89,9 @@ def converted(engine: Engine, room: Room | None, source: Path, folder: Path, dty
 def digest(file: Path) -> str:
     """Short, and another for other contents."""
     return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+
+
+def state_of(folder: Path) -> str:
+    """Short, and another where a file of the folder was written since; contents, which may be large, are not read."""
+    seen = sorted((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in folder.iterdir())
+    return hashlib.sha256(repr((str(folder.absolute()), seen)).encode()).hexdigest()[:12]

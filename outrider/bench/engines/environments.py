@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "made.txt"
+HERE = Path(sys.executable)
+"""The Python of this process."""
 PACKAGE = Path(__file__).parents[2]
 BARE = f"""
 import sys, types
@@ -68,10 +70,10 @@ class Room:
         """Run the environment's pip."""
         self.run(self.python, "-m", "pip", "--disable-pip-version-check", *arguments)
 
-    def call(self, module: str, function: str, *arguments: str | Path) -> None:
-        """Call a function with texts, in the environment's Python."""
+    def call(self, module: str, function: str, *arguments: str | Path, python: Path | None = None) -> None:
+        """Call a function with texts, in a Python; by default the environment's."""
         program = f"from {module} import {function}; {function}(*sys.argv[1:])"
-        self.run(self.python, "-c", BARE + program, *arguments)
+        self.run(python or self.python, "-c", BARE + program, *arguments)
 
 
 def reason(output: str) -> str:

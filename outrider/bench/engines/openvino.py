@@ -75,7 +75,8 @@ class OpenvinoDriver(Driver):
         config = genai.GenerationConfig()
         config.max_new_tokens = asked.new_tokens
         config.ignore_eos = True
-        config.eos_token_id = 0
+        # Those of the model's own config are added to them otherwise, and must hold the end token.
+        config.eos_token_id, config.stop_token_ids = 0, {0}
         config.do_sample = asked.temperature > 0
         if config.do_sample:
             config.temperature, config.top_p = asked.temperature, 1.0

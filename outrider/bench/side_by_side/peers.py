@@ -186,12 +186,13 @@ class Peers:
         target: Any = self.engine.parts.target
         places = []
         for what, model in (("target", target.model), ("draft model", draft_model_of(self.engine))):
-            place = None if model is None else Path(str(model.name_or_path))
-            if place is not None and not (place / "model.safetensors").is_file():
-                raise CannotMake(f"the {what} must be a local folder with model.safetensors, got {place}")
-            places.append(
-                None if place is None else converted(other, room, place, self.options.environments, self._dtype)
-            )
+            if model is None:
+                places.append(None)
+                continue
+            place = Path(str(model.name_or_path))
+            if not place.is_file() and not any(place.glob("*.safetensors")):
+                raise CannotMake(f"the {what} must be a local folder with safetensors, got {place}")
+            places.append(converted(other, room, place, self.options.environments, self._dtype))
         found, draft = places
         if found is None:
             raise CannotMake("there is no target")

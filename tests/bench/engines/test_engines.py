@@ -1,5 +1,6 @@
 """Drivers answer or say why not, environments and models are made once, and what fails is told by a sentence."""
 
+import json
 import sys
 import zipfile
 from dataclasses import replace
@@ -8,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from outrider.bench.engines import openvino
+from outrider.bench.engines import llama, openvino
 from outrider.bench.engines.agreement import Surprise, agreement, surprise
 from outrider.bench.engines.driver import Asked, Options
-from outrider.bench.engines.engine import converted
+from outrider.bench.engines.engine import converted, state_of
 from outrider.bench.engines.environments import CannotMake, Environment, Room
-from outrider.bench.engines.llama import compiler
+from outrider.bench.engines.llama import add_vocabulary, compiler
 from outrider.bench.engines.process import Process, Refused, Stopped
 from outrider.bench.engines.vllm import requirements
 from outrider.embedded import EMBEDDED_DRAFT
@@ -194,3 +195,44 @@ def test_a_model_is_converted_once(tmp_path):
     places = [converted(engine, room, EMBEDDED_DRAFT, tmp_path, dtype) for dtype in ("float32", "float32", "bfloat16")]
     assert calls == ["float32", "bfloat16"]
     assert [place.read_text() for place in places] == ["float32", "float32", "bfloat16"]
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "none"])
+def test_every_kind_of_vocabulary_is_written_for_llama_with_the_same_ids(tmp_path, kind):
+    gguf = pytest.importorskip("gguf")
+    texts = ["<s>", "a", "b", "ab"]
+    models = {
+        "bpe": {"vocab": {text: i for i, text in enumerate(texts)}, "merges": [["a", "b"]]},
+        "unigram": {"vocab": [[text, -1.0] for text in texts]},
+    }
+    if kind in models:
+        tokenizer = {"model": models[kind], "added_tokens": [{"id": 0, "content": "<s>"}]}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    add_vocabulary(writer, tmp_path, {"vocab_size": 6, "bos_token_id": None, "eos_token_id": [3, 1]})
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    written = fields["tokenizer.ggml.tokens"].contents()
+    assert len(written) == 6
+    assert written[:4] == (texts if kind in models else [f"<unused {i}>" for i in range(4)])
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == 3
+    assert "tokenizer.ggml.bos_token_id" not in fields
+
+
+def test_an_engine_gets_the_very_file_that_it_reads_by_itself(tmp_path):
+    file, room = tmp_path / "model.gguf", Room(place=tmp_path, pins=())
+    file.write_bytes(b"GGUF")
+    assert converted(llama.ENGINE, room, file, tmp_path / "elsewhere", "float32") == file
+    with pytest.raises(CannotMake, match=r"reads no \.gguf files"):
+        converted(openvino.ENGINE, room, file, tmp_path / "elsewhere", "float32")
+
+
+def test_a_model_that_was_written_since_is_converted_again(tmp_path):
+    (tmp_path / "weights.safetensors").write_bytes(b"1")
+    first = state_of(tmp_path)
+    assert state_of(tmp_path) == first
+    (tmp_path / "weights.safetensors").write_bytes(b"12")
+    assert state_of(tmp_path) != first
