@@ -96,7 +96,7 @@ CONTRASTS = (
 def main(budget: Budget) -> None:
     """Train and compare."""
     with budget.folder("distill") as place:
-        texts = budget.texts(place.progress)
+        texts = budget.texts()
         found = ways(budget.draft(texts), budget.model(), texts, budget)
         rows = made(place, found, budget.seeds, budget.work / "distill", texts.judge)
         about = (

@@ -158,7 +158,7 @@ def main(
     budget = replace(budget, target=target)
     with budget.folder("experts", target=target, experts=experts) as place:
         model = opened(target, counts)
-        texts, keep = budget.texts(place.progress), budget.work / "experts"
+        texts, keep = budget.texts(), budget.work / "experts"
         bare, learnt, sizes = ways(model, counts, texts, budget)
         # A pruned model as it is has no seed: it is judged once.
         once = made(place, bare, 1, keep, texts.judge)

@@ -24,12 +24,12 @@ from typing import Annotated, Any
 
 import typer
 from filelock import FileLock
-from rich.progress import Progress
 
 from outrider.bench.circumstances import shown
 from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder, read_record, read_rows
 from outrider.bench.turns import Turn
+from outrider.core.progress import Task, task
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.heads.objective import HeadObjective
@@ -52,15 +52,13 @@ QUICK = trained.QUICK | {
 }
 SAVE_EVERY = 50
 """Steps between checkpoints."""
-SAID_EVERY = 60.0
-"""Seconds between lines about a training that no terminal shows."""
 
 
 class Making:
     """Trains and judges heads, one after the other; what is there already is not made again."""
 
-    def __init__(self, plan: Plan, progress: Progress) -> None:
-        self.plan, self.progress = plan, progress
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
 
     @cached_property
     def decoder(self) -> Decoder:
@@ -73,7 +71,7 @@ class Making:
         work = self.plan.work
         work.mkdir(parents=True, exist_ok=True)
         with FileLock(work / "texts.lock"):
-            return Shared(self.plan, self.progress)
+            return Shared(self.plan)
 
     def make(self, head: Head) -> None:
         """Train and judge a head with every seed, and decode with it if that is asked for."""
@@ -93,13 +91,12 @@ class Making:
 
     def _rows(self, place: Path, arguments: Mapping[str, object]) -> Folder:
         """The folder of a head's rows."""
-        return Folder(place, "heads", {name: shown(value) for name, value in arguments.items()}, self.progress)
+        return Folder(place, "heads", {name: shown(value) for name, value in arguments.items()})
 
     def _made(self, turn: Turn[Head, Seed]) -> Row:
         """Train and judge a head with one seed."""
         head, seed, plan = turn.way, turn.job, self.plan
         learner = head.make(self.shared.target, seed.number)
-        meter = Meter(f"{head.name}, {seed.name}", self.progress)
         device = "cpu" if plan.device == "cpu" else None
         way = Way(
             name=head.name,
@@ -107,7 +104,9 @@ class Making:
             batches=plan.batches(self.shared.texts.answers, self.shared.states_for(learner)),
             settings=lambda number: replace(plan.settings(number), save_every=SAVE_EVERY, device=device),
         )
-        row = learnt(way, seed.number, plan.trained(head) / seed.name, self.shared.texts.judge, meter)
+        with task(f"{head.name}, {seed.name}", unit="steps") as bar:
+            meter = Meter(bar)
+            row = learnt(way, seed.number, plan.trained(head) / seed.name, self.shared.texts.judge, meter)
         return row | {
             "parameters": sum(p.numel() for p in learner.parameters() if p.requires_grad),
             "seconds": meter.seconds(row["steps"]),
@@ -118,22 +117,18 @@ class Making:
 class Shared:
     """What all heads share: the target, its texts, and its hidden states along them."""
 
-    def __init__(self, plan: Plan, progress: Progress) -> None:
-        self.texts, self.target = plan.texts(progress), plan.model()
+    def __init__(self, plan: Plan) -> None:
+        self.texts, self.target = plan.texts(), plan.model()
         self._states: Captured | None = None
         # Those of a large target need more space than time.
         if plan.device == "cpu":
             taps = all_taps(self.target)
             place = plan.work / f"states-{plan.num_texts}x{plan.length}" / f"taps-{'-'.join(map(str, taps))}"
             place.mkdir(parents=True, exist_ok=True)
-            bar = progress.add_task("the target's hidden states", total=len(self.texts.answers))
-            self._states = capture(
-                self.target,
-                self.texts.answers,
-                Contents(taps=taps),
-                out=place,
-                progress=lambda n: progress.update(bar, completed=n),
-            )
+            with task("the target's hidden states", len(self.texts.answers), "texts") as bar:
+                self._states = capture(
+                    self.target, self.texts.answers, Contents(taps=taps), out=place, progress=bar.reach
+                )
 
     def states_for(self, learner: HeadObjective) -> Captured | None:
         """The kept states that a learner needs: its taps, and the last one for the target's rows."""
@@ -145,21 +140,16 @@ class Shared:
 class Meter:
     """Shows how far a training is, and measures its steps."""
 
-    def __init__(self, name: str, progress: Progress) -> None:
-        self.name, self.progress = name, progress
-        self.task = progress.add_task(name, total=None)
-        self._each, self._before, self._said = list[float](), time.process_time(), time.monotonic()
+    def __init__(self, bar: Task) -> None:
+        self.bar = bar
+        self._each, self._before = list[float](), time.process_time()
 
     def __call__(self, now: loop.Progress) -> None:
         """After every step."""
         spent = time.process_time()
         self._each.append(spent - self._before)
         self._before = spent
-        self.progress.update(self.task, total=now.steps, completed=now.step)
-        if not self.progress.console.is_terminal and time.monotonic() - self._said > SAID_EVERY:
-            self._said = time.monotonic()
-            left = (now.seconds_left or 0.0) / 60
-            self.progress.console.print(f"{self.name}: step {now.step} of {now.steps}, {left:.0f} minutes left")
+        self.bar.reach(now.step, now.steps)
 
     def seconds(self, steps: int) -> float | None:
         """Processor seconds of so many steps, by the median of those that were seen; None if none were."""
@@ -192,7 +182,7 @@ def collected(plan: Plan, heads: Sequence[Head]) -> list[Row]:
 
 def run(plan: Plan, heads: Sequence[Head], place: Folder, as_is: bool = False) -> list[dict[str, Any]]:
     """Train, judge and decode with heads, and write what was found to a folder; returns the claims."""
-    making = Making(plan, place.progress)
+    making = Making(plan)
     for head in () if as_is else heads:
         making.make(head)
     rows = collected(plan, heads)

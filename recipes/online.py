@@ -29,6 +29,7 @@ from outrider.bench.evidence import Estimate, Row, Sums, gain
 from outrider.bench.folder import folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
+from outrider.core.progress import task
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.host.threads import use_threads
@@ -390,11 +391,8 @@ def main(stream: Stream) -> None:
 
         def run(way: Warmth, seed: Seed) -> Row:
             waves = list(stream.waves(asked, seed.number))
-            task = place.progress.add_task(f"{way.name}, {seed.name}", total=len(waves))
-            found = stream.served(
-                asked, draft, way.temperature, seed.number, model, lambda: place.progress.advance(task)
-            )
-            place.progress.remove_task(task)
+            with task(f"{way.name}, {seed.name}", len(waves), "waves") as bar:
+                found = stream.served(asked, draft, way.temperature, seed.number, model, bar.advance)
             return {"method": way.name, "temperature": way.temperature, "seed": seed.number, **found}
 
         rows = over_seeds(place, "served", [Warmth(temperature=t) for t in TEMPERATURES], stream.seeds, run)

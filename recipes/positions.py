@@ -177,7 +177,7 @@ def main(
 ) -> None:
     """Train and compare."""
     with budget.folder("positions", long=long) as place:
-        texts, length = budget.texts(place.progress), budget.length
+        texts, length = budget.texts(), budget.length
         held = long_texts(budget.work / f"long-{long}.jsonl", budget.prompts, budget.num_prompts, long)
 
         def judge(learner: Distilled) -> list[Row]:

@@ -229,7 +229,7 @@ def run(
                 times = [1000 * answer.first for answer in made if answer.first is not None]
                 return {"side": turn.way.name, "job": turn.job.name, "first": statistics.median(times)}
 
-            place.take("warm-up", turns(SIDES, jobs, rounds=warm_up), step, quiet=True)
+            place.take("warm-up", turns(SIDES, jobs, rounds=warm_up), step)
             sums["steps"] = summarise(place.take("step", turns(SIDES, jobs, rounds=rounds), step), "step")
             sums["firsts"] = summarise(place.take("first", turns(SIDES, jobs, rounds=rounds), first), "first")
             engines.clear()
@@ -281,7 +281,7 @@ def _rates(
             time.sleep(SETTLE)
             return rate_row(servers[turn.way.name], asked, turn.job.concurrency, turn.way)
 
-        place.take("warm-up of rates", turns(ways, levels), rated, quiet=True)
+        place.take("warm-up of rates", turns(ways, levels), rated)
         found: list[Row] = place.take("rates", turns(ways, levels, rounds=rounds), rated)
     return found
 

@@ -404,7 +404,7 @@ def run(
         [row] = place.take("load", turns(ways[:1], [Level(concurrency=clients)]), loaded)
         if steps:
             # Every shape of forward runs once before anything is timed.
-            place.take("warm-up", turns(ways, steps[-1:]), rated, quiet=True)
+            place.take("warm-up", turns(ways, steps[-1:]), rated)
         kill = None
         if kills:
             [kill] = place.take("kill", turns(ways[:1], [Level(concurrency=8)]), killed)

@@ -182,7 +182,7 @@ def main(
     given = {"layers": layers, "parameters": parameters, "max_new_tokens": max_new_tokens}
     given |= {"timed_prompts": timed_prompts, "timed_threads": timed_threads, "rounds": rounds}
     with budget.folder("shapes", **given) as place:
-        texts, drafters = budget.texts(place.progress), budget.work / "shapes"
+        texts, drafters = budget.texts(), budget.work / "shapes"
         family = shapes(parameters, options.whole_numbers("--layers", layers))
         rows = made(place, ways(family, budget.model(), texts, budget), budget.seeds, drafters, texts.judge)
         use_threads(timed_threads)

@@ -23,6 +23,7 @@ from outrider.bench.folder import folder
 from outrider.bench.plot import Bars
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
+from outrider.core.progress import task
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_TARGET
 from recipes import options
@@ -182,10 +183,10 @@ def run(out: Path | None, *, rounds: int, threads: int) -> dict[str, Any]:
     if not Path("/proc/self/stat").exists():
         raise InputError("startup reads CPU seconds from /proc, which this system does not have")
     with folder(out, "startup", {"rounds": rounds, "threads": threads}) as place:
-        warm = place.progress.add_task("warm-up", total=len(WAYS))
-        for way in WAYS:
-            way.run(threads)
-            place.progress.advance(warm)
+        with task("warm-up", len(WAYS)) as warm:
+            for way in WAYS:
+                way.run(threads)
+                warm.advance()
 
         def one(turn: Turn[Start, Start]) -> Row:
             return {"way": turn.way.name, **turn.way.run(threads)}

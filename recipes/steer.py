@@ -87,7 +87,7 @@ def ways(base: Path, target: PreTrainedModel, texts: Texts, budget: Budget) -> l
 def main(budget: Budget) -> None:
     """Train and compare."""
     with budget.folder("steer") as place:
-        texts = budget.texts(place.progress)
+        texts = budget.texts()
         found = ways(budget.draft(texts), budget.model(), texts, budget)
         rows = made(place, found, budget.seeds, budget.work / "steer", texts.judge)
         about = (

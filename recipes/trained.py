@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from rich.progress import Progress as ProgressBars
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import outrider
@@ -23,6 +22,7 @@ from outrider.bench.evidence import Estimate, Row, Sums, gain
 from outrider.bench.folder import Folder, folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import W, turns
+from outrider.core.progress import task
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.host.threads import use_threads
@@ -332,7 +332,7 @@ class Budget:
         """How a drafter is trained."""
         return short_run(seed, self.steps, self.batch_size, self.length, self.learning_rate)
 
-    def texts(self, progress: ProgressBars) -> Texts:
+    def texts(self) -> Texts:
         """What to learn from and to judge on; what an earlier run has written to the folder is not written again.
 
         All recipes with the same texts may share the working folder.
@@ -342,15 +342,15 @@ class Budget:
         texts, more = long_texts(self.data, open_tokenizer(self.target), self.num_texts, self.length)
 
         def written(engine: outrider.Engine, asked: Sequence[Document], name: str, **how: Any) -> list[Document]:
-            bar = progress.add_task(name, total=None)
             request = AnswerOptions(max_new_tokens=new, **how)
-            regenerate(
-                engine,
-                asked,
-                place / f"{name}.jsonl",
-                request,
-                progress=lambda now: progress.update(bar, total=now.num_prompts, completed=now.num_done),
-            )
+            with task(name, unit="prompts") as bar:
+                regenerate(
+                    engine,
+                    asked,
+                    place / f"{name}.jsonl",
+                    request,
+                    progress=lambda now: bar.reach(now.num_done, now.num_prompts),
+                )
             return list(read_documents(place / f"{name}.jsonl", None))
 
         plain: dict[str, Any] = {"drafter": "none", "max_slots": SLOTS, "device": self.device}

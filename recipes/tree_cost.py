@@ -134,7 +134,7 @@ def measure(
                     return {**vars(turn.job), "way": turn.way.name, "seconds": turn.way.go()}
 
                 todo = turns(ways, [where], rounds=rounds, seed=f"{seed}/{where.name}")
-                rows += folder.take("timings", todo, timed, quiet=True)
+                rows += folder.take("timings", todo, timed)
             lm.release(slot)
     return rows
 

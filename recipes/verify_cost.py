@@ -246,7 +246,7 @@ def measure(
                     return {**vars(turn.job), **turn.way.go(turn.round + 1)}
 
                 todo = turns(ways, [where], rounds=rounds, seed=f"{seed}/{where.name}")
-                rows += place.take("timings", todo, timed, quiet=True)
+                rows += place.take("timings", todo, timed)
     return rows
 
 

@@ -1,6 +1,6 @@
 """How well a drafter knows its target: along a given text, into drafts of its own, and when it runs freely."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -8,13 +8,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from outrider.core.deadline import ENDLESS, Deadline
 from outrider.core.dice import Dice
 from outrider.core.metrics import block_efficiency, conditional_acceptance
+from outrider.core.progress import Task, task
 from outrider.core.types import Draft, InputError, Request, Running, Sampling, Step, Verdict
 from outrider.decoding.progress import begin, end
 from outrider.decoding.protocol import Cycle, Parts
 from outrider.decoding.step import StepDecoding
 from outrider.engine.engine import Engine
+from outrider.engine.output import succeeded
 from outrider.lengths.fixed import FixedLength
 from outrider.trees.chain import ChainTree
 from outrider.verifiers.match import MatchVerifier
@@ -130,7 +133,7 @@ def along_text(
     num_speculative_tokens: int = 5,
     temperature: float = 1.0,
     seed: int = 0,
-    progress: Callable[[int], None] | None = None,
+    until: Deadline = ENDLESS,
 ) -> Pairs:
     """Compare rows at every position of texts, and into a draft that begins there, drawn by the drafter itself.
 
@@ -138,7 +141,7 @@ def along_text(
     is in use.
 
     Args:
-        progress: Called with the number of positions that each step compared.
+        until: Positions that are not compared then are left out; one step is made at least.
 
     Raises:
         InputError: The drafter has no rows, or no text is long enough.
@@ -152,16 +155,19 @@ def along_text(
     parts = replace(engine.parts, tree=ChainTree(), verifier=rule, length=length, decoding=StepDecoding())
     seen: list[Pairs] = []
     engine.rest()
-    for first in range(0, len(long), engine.max_slots):
-        some = long[first : first + engine.max_slots]
-        states: list[Running] = []
-        try:
-            for i, text in enumerate(some, first):
-                states.append(_open(parts, str(i), text, Sampling(temperature=temperature, seed=seed + i)))
-            _follow(parts, rule, states, some, seen, progress)
-        finally:
-            for state in states:
-                end(parts, state)
+    with task("along the text", sum(len(text) - 1 for text in long), "tokens") as progress:
+        for first in range(0, len(long), engine.max_slots):
+            if seen and until.passed:
+                break
+            some = long[first : first + engine.max_slots]
+            states: list[Running] = []
+            try:
+                for i, text in enumerate(some, first):
+                    states.append(_open(parts, str(i), text, Sampling(temperature=temperature, seed=seed + i)))
+                _follow(parts, rule, states, some, seen, progress, until)
+            finally:
+                for state in states:
+                    end(parts, state)
     return _joined(seen)
 
 
@@ -176,9 +182,10 @@ def _follow(
     states: Sequence[Running],
     texts: Sequence[Sequence[int]],
     seen: list[Pairs],
-    progress: Callable[[int], None] | None,
+    progress: Task,
+    until: Deadline,
 ) -> None:
-    """Feed texts token by token, all of them together, until each is at its end; note what was compared."""
+    """Feed texts token by token, all of them together, until each is at its end or time is; note what was compared."""
 
     def watch(cycle: Cycle) -> None:
         if cycle.draft.rows is not None:
@@ -186,11 +193,12 @@ def _follow(
             seen.append(compare_rows(cycle.draft, cycle.rows, positions))
 
     while active := [i for i, state in enumerate(states) if len(state.tokens) < len(texts[i])]:
+        if seen and until.passed:
+            return
         here = [states[i] for i in active]
         rule.following[:] = [texts[i][len(states[i].tokens)] for i in active]
         parts.decoding.step(parts, here, watch=watch)
-        if progress is not None:
-            progress(len(active))
+        progress.advance(len(active))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,12 +234,12 @@ def run_freely(
     max_new_tokens: int = 64,
     temperature: float = 1.0,
     seed: int = 0,
-    progress: Callable[[int], None] | None = None,
+    until: Deadline = ENDLESS,
 ) -> FreeRun:
     """Continue prompts with chains under token verification (matching, where the drafter has no rows).
 
     Args:
-        progress: Called with the number of tokens of each output that ends.
+        until: No further steps are made then; a few are made at least.
     """
     rule = TokenVerifier() if engine.parts.drafter.rows == "sampled" else MatchVerifier()
     seen: list[Pairs] = []
@@ -251,15 +259,19 @@ def run_freely(
         max_slots=engine.max_slots,
     )
     watched.watch = watch
-    samplings = [Sampling(temperature=temperature, seed=seed + i) for i in range(len(prompts))]
-    outputs = watched.generate(
-        prompts,
-        max_new_tokens=max_new_tokens,
-        sampling=samplings,
-        progress=lambda output: progress(len(output.tokens)) if progress is not None else None,
-    )
+    ids = [
+        watched.add(prompt, max_new_tokens=max_new_tokens, sampling=Sampling(temperature=temperature, seed=seed + i))
+        for i, prompt in enumerate(prompts)
+    ]
+    steps: list[Step] = []
+    with task("free running", max_new_tokens * len(prompts), "tokens") as bar:
+        while watched.busy and not (until.passed and sum(step.num_draft_tokens for step in steps)):
+            for update in map(succeeded, watched.step()):
+                steps += [] if update.step is None else [update.step]
+                bar.advance(len(update.tokens))
+    for id in ids:
+        watched.cancel(id)
     watched.rest()
-    steps: list[Step] = [made for output in outputs for made in output.steps]
     drafted = max((made.num_draft_tokens for made in steps), default=0)
     judged = sum(min(made.num_accepted_tokens + 1, made.num_draft_tokens) for made in steps)
     accepted = sum(made.num_accepted_tokens for made in steps)

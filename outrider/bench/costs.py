@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from outrider.core.deadline import ENDLESS, Deadline
+from outrider.core.progress import task
 from outrider.core.types import InputError, Sampling
 from outrider.decoding.protocol import Cycle
 from outrider.decoding.step import StepDecoding
@@ -73,13 +75,14 @@ class Costs:
         return [1 + self.token * more for more in range(count)]
 
 
-def measure_costs(engine: Engine, *, rounds: int = 3, num_requests: int = 1) -> Costs:
+def measure_costs(engine: Engine, *, rounds: int = 3, num_requests: int = 1, until: Deadline = ENDLESS) -> Costs:
     """Time an engine's target and drafter in chains of several lengths, taking turns: medians of the probe's steps.
 
     Args:
         rounds: How often each length is timed, in units of a short probe.
         num_requests: Number of requests that run together. The unit is then a target forward over one token of each; a
             drafter call drafts for all; one more token is one more per request.
+        until: No further round is begun then; one is made at least.
 
     Raises:
         InputError: The engine's drafter proposed nothing, or the engine has fewer slots.
@@ -92,9 +95,15 @@ def measure_costs(engine: Engine, *, rounds: int = 3, num_requests: int = 1) -> 
     kinds = [Kind(requests=num_requests, length=n) for n in (0, *LENGTHS) if n <= deepest]
     bench = Bench(parts, min(CONTEXT, parts.target.max_context // 4))
     try:
-        for kind in WARM_UP * kinds:
-            bench.step(kind)
-        steps = [step for kind in rounds * REPEATS * kinds if (step := bench.step(kind)) is not None]
+        turns = rounds * REPEATS
+        with task(f"costs of {num_requests} together", (WARM_UP + turns) * len(kinds), "steps") as bar:
+            steps = []
+            for turn in range(-WARM_UP, turns):
+                if until.passed and (steps or turn > 0):
+                    break
+                made = [bench.step(kind) for kind in kinds]
+                steps += [step for step in made if step is not None and turn >= 0]
+                bar.advance(len(kinds))
     finally:
         bench.close()
     drafter = [step.drafter / step.length for step in steps if step.length]

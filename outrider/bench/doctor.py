@@ -1,6 +1,6 @@
 """What works with a target, how well a drafter fits it, and the speedup to expect on this machine."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.bench.agreement import Agreement, FreeRun, along_text, run_freely
 from outrider.bench.costs import Costs, measure_costs
+from outrider.core.deadline import ENDLESS, Deadline
 from outrider.core.types import InputError
 from outrider.drafters.model import LEAST_SHARE
 from outrider.engine.engine import Engine
@@ -218,41 +219,46 @@ def measure(
     num_speculative_tokens: int = 5,
     temperature: float = 1.0,
     rounds: int = 3,
-    progress: Callable[[str, int], None] | None = None,
+    until: Deadline = ENDLESS,
 ) -> Measured:
     """Run a pair on texts: along them, freely from how they begin, and against the clock.
 
     Args:
         texts: Token ids.
         rounds: How often costs are timed; 0 leaves them out.
-        progress: Called with what is being done, and how many tokens of it were done just now.
+        until: When measuring ends, about: what is not measured then is left out, and the notes say how much was.
     """
-    said = progress or (lambda what, count: None)
     notes = []
-    pairs = None
+    pairs, along = None, until.part(0.4)
     if engine.parts.drafter.rows == "sampled":
         pairs = along_text(
             engine,
             texts,
             num_speculative_tokens=num_speculative_tokens,
             temperature=temperature,
-            progress=lambda count: said("along the text", count),
+            until=along,
         )
+        asked = sum(len(text) - 1 for text in texts)
+        if along.passed and (seen := int((pairs.depths == 1).sum())) < asked:
+            notes.append(f"There was time for {seen} of {asked} positions of the text; more with --time-limit.")
     else:
         notes.append("The drafter gives no distribution after each prefix: only its free running can be measured.")
     prompts = [list(text[: max(1, min(OPENING, len(text) // 2))]) for text in texts if text]
+    running = until.part(0.5)
     free = run_freely(
         engine,
         prompts,
         num_speculative_tokens=num_speculative_tokens,
         temperature=temperature,
         max_new_tokens=NEW_TOKENS,
-        progress=lambda count: said("free running", count),
+        until=running,
     )
+    if running.passed:
+        notes.append(f"There was time for {free.num_steps} steps of free running; more with --time-limit.")
     worths: dict[int, Worth] = {}
     try:
         for count in sorted({1, engine.max_slots}) if rounds else ():
-            costs = measure_costs(engine, rounds=rounds, num_requests=count)
+            costs = measure_costs(engine, rounds=rounds, num_requests=count, until=until)
             worths[count] = Worth.of(costs, free.acceptance, count)
     except InputError as error:
         notes.append(f"Costs could not be measured: {error}.")

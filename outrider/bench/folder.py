@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider.bench.circumstances import circumstances, shown
 from outrider.bench.evidence import Row
 from outrider.bench.report import Findings
 from outrider.bench.turns import Named, Turn
-from outrider.core import files
+from outrider.core import files, progress
+from outrider.core.progress import task
 from outrider.core.types import InputError
-
-COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
 AMOUNTS = (
     "out",
@@ -63,11 +61,10 @@ class Folder:
     Attributes:
         place: Where it is; None keeps the rows in memory.
         rows: All rows, those of an earlier run first.
-        progress: For what the recipe does besides.
     """
 
-    def __init__(self, place: Path | None, recipe: str, arguments: Mapping[str, object], progress: Progress) -> None:
-        self.place, self.recipe, self.progress = place, recipe, progress
+    def __init__(self, place: Path | None, recipe: str, arguments: Mapping[str, object]) -> None:
+        self.place, self.recipe = place, recipe
         self.rows: list[Row] = []
         self._record: dict[str, Any] = {"recipe": recipe, "circumstances": circumstances(arguments), "resumed": []}
         self._now: dict[str, Any] | None = None
@@ -133,7 +130,6 @@ class Folder:
         turns: Iterable[Turn[W, J]],
         run: Callable[[Turn[W, J]], Row | None],
         *,
-        quiet: bool = False,
         as_is: bool = False,
     ) -> list[Row]:
         """Take turns, and return the rows of all of them; those that an earlier run has taken are not taken again.
@@ -145,19 +141,19 @@ class Folder:
         """
         todo = list(turns)
         have = {row["turn"]: row for row in self.rows if row.get("phase") == phase}
-        task = self.progress.add_task(phase, total=len(todo), visible=not quiet)
         found = []
-        for turn in todo:
-            row = have.get(turn.name)
-            if row is None and as_is:
-                continue
-            if row is None:
-                head = {"phase": phase, "turn": turn.name, "order": len(self.rows), "round": turn.round}
-                made = run(turn)
-                row = None if made is None else self.add({**head, **made})
-            if row is not None:
-                found.append(row)
-            self.progress.advance(task)
+        with task(phase, len(todo), "runs") as bar:
+            for turn in todo:
+                row = have.get(turn.name)
+                if row is None and as_is:
+                    continue
+                if row is None:
+                    head = {"phase": phase, "turn": turn.name, "order": len(self.rows), "round": turn.round}
+                    made = run(turn)
+                    row = None if made is None else self.add({**head, **made})
+                if row is not None:
+                    found.append(row)
+                bar.advance()
         return found
 
     def keep(self, name: str, rows: Sequence[Row]) -> None:
@@ -169,7 +165,6 @@ class Folder:
     def finish(self, findings: Findings) -> list[dict[str, Any]]:
         """Write what was found, print it, and return the claims as `claims.json` has them."""
         claims = self.write(findings)
-        self.progress.stop()
         Console(soft_wrap=True, highlight=False).print(findings.spoken(self.recipe, self.made), markup=False)
         return claims
 
@@ -214,7 +209,7 @@ def _settled(arguments: Mapping[str, object]) -> dict[str, object]:
 
 @contextmanager
 def folder(place: Path | None, recipe: str, arguments: Mapping[str, object]) -> Iterator[Folder]:
-    """A folder for the time of a recipe's run, with a progress bar."""
+    """A folder for the time of a recipe's run, which shows how far it is."""
     given = {name: shown(value) for name, value in arguments.items()}
-    with Progress(*COLUMNS, console=Console(stderr=True)) as progress:
-        yield Folder(place, recipe, given, progress)
+    with progress.shown(recipe):
+        yield Folder(place, recipe, given)

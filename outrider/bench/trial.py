@@ -17,6 +17,7 @@ from outrider.bench.folder import Folder
 from outrider.bench.runs import Conditions, Job, as_row, drafted_per_position, on_engine
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS, Question, questions
+from outrider.core.progress import task
 from outrider.core.types import InputError
 from outrider.drafters.model import ModelPath
 from outrider.embedded import EMBEDDED_DRAFT
@@ -217,10 +218,10 @@ class Bench:
         self.check(methods)
         todo = list(turns(methods, jobs, seed=phase))
         short = Job(questions=tuple(replace(q, tokens=q.tokens[:8]) for q in jobs[0].questions))
-        warm = folder.progress.add_task(f"{phase}: warm-up", total=len(methods))
-        for method in methods:
-            self.run(method, short, max_new_tokens=8)
-            folder.progress.advance(warm)
+        with task(f"{phase}: warm-up", len(methods)) as warm:
+            for method in methods:
+                self.run(method, short, max_new_tokens=8)
+                warm.advance()
 
         def run(turn: Turn[Method, Job]) -> Row:
             return self.run(turn.way, turn.job)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.request import DRAWING, RequestOptions
+from outrider.core import progress
 from outrider.core.inputs import InputError, shown
 from outrider.setup import Setup
 
@@ -42,6 +43,7 @@ class BenchOptions:
         num_prompts: How many conversations, evenly over their categories; 0 takes all.
         rounds: How often every run is repeated.
         time_limit: Seconds after which no new turn begins. By default 110 for the built-in prompts, otherwise none.
+        gate_limit: Seconds that the check of each configuration takes, about: a large model is checked on fewer tokens.
         concurrency: Conversations at once: the next begins when one ends. Several numbers with commas are measured one
             after the other. By default 1, unless --rate or --trace is given.
         rate: Conversations per second that come whether the engine keeps up or not (Poisson); several with commas.
@@ -68,6 +70,7 @@ class BenchOptions:
     num_prompts: int = 24
     rounds: int = 3
     time_limit: float | None = None
+    gate_limit: float = 60.0
     concurrency: str | None = None
     rate: str | None = None
     trace: bool = False
@@ -152,7 +155,10 @@ def bench(
     from outrider.cli.bench_printed import print_measurement, print_requests
     from outrider.cli.printed import print_line
 
-    found = measure(plan, finish=write_report, tell=print_requests if as_json else lambda row: None, note=print_line)
+    with progress.shown("loading"):
+        found = measure(
+            plan, finish=write_report, tell=print_requests if as_json else lambda row: None, note=print_line
+        )
     if options.export is not None:
         write_profile(found, options.export)
     print_measurement(found, as_json=as_json)
@@ -194,6 +200,7 @@ def plan_of(setup: Setup, request: RequestOptions, options: BenchOptions, config
         loads=options.loads(seed),
         rounds=options.rounds,
         time_limit=options.limit(),
+        gate_limit=options.gate_limit,
         seed=seed,
         peers=peers_of(options),
         objectives=Objectives.parse(options.objective),

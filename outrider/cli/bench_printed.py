@@ -61,7 +61,7 @@ def print_measurement(found: Measurement, *, as_json: bool) -> None:
     console.print(headline(found), style="bold", markup=False)
     if not as_json:
         _print_table(console, summary(found))
-    for title, reasons in (("stopped", found.stopped), ("left out", found.left_out)):
+    for title, reasons in (("lossless", found.passed), ("stopped", found.stopped), ("left out", found.left_out)):
         for what, why in reasons.items():
             console.print(f"{title}: {what}: {why}", style="yellow", markup=False)
 

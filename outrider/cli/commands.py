@@ -28,6 +28,8 @@ app.add_typer(train)
 app.add_typer(pruning.app, name="prune")
 DRAWS = 1000
 """Outputs that `prove` draws where no number is named: enough to see a wrong residual."""
+PROVE_SECONDS, DOCTOR_SECONDS = 600.0, 180.0
+"""Seconds that `prove` and `doctor` run models where no number is named."""
 MEASURED = ("tree", "verifier", "length", "decoding", "reproducible", "allow_lossy")
 """Options that `doctor` lacks, because it measures chains for every verifier and length."""
 
@@ -191,6 +193,13 @@ def prove(
         typer.Option(help="Temperature of the chi-square test; by default one at which it can tell outputs apart."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the chi-square test.")] = 0,
+    time_limit: Annotated[
+        float,
+        typer.Option(
+            help="Seconds for what runs the models, about. A large model is checked on fewer tokens; while time is "
+            "left, outputs are drawn until they can tell something."
+        ),
+    ] = PROVE_SECONDS,
     as_json: Json = False,
 ) -> None:
     """Check a pair. Exit status 1 if anything fails.
@@ -210,7 +219,7 @@ def prove(
         return
     from outrider.cli.prove import prove
 
-    prove(setup, num_draws=num_draws, temperature=temperature, seed=seed, as_json=as_json)
+    prove(setup, num_draws=num_draws, temperature=temperature, seed=seed, time_limit=time_limit, as_json=as_json)
 
 
 @app.command()
@@ -305,6 +314,9 @@ def doctor(
     temperature: Annotated[float, typer.Option(help="Of target and drafter.")] = 1.0,
     num_tokens: Annotated[int, typer.Option(help="Most tokens of text to read.")] = 512,
     rounds: Annotated[int, typer.Option(help="How often costs are timed; 0 leaves them out.")] = 3,
+    time_limit: Annotated[
+        float, typer.Option(help="Seconds to measure, about. A large pair is measured on fewer tokens.")
+    ] = DOCTOR_SECONDS,
     as_json: Json = False,
 ) -> None:
     """Report what works with a target, or why a head drafts badly.
@@ -317,7 +329,13 @@ def doctor(
     if head is not None:
         examine_head(setup, head, text=text, as_json=as_json)
         return
-    plan = Plan(gamma=num_speculative_tokens, temperature=temperature, num_tokens=num_tokens, rounds=rounds)
+    plan = Plan(
+        gamma=num_speculative_tokens,
+        temperature=temperature,
+        num_tokens=num_tokens,
+        rounds=rounds,
+        time_limit=time_limit,
+    )
     doctor(setup, plan, text=text, as_json=as_json)
 
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from outrider.bench.compare import compare
+from outrider.core import progress
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.prompts import Prompt
@@ -19,17 +19,16 @@ ROUNDS = 3
 
 def compared(engine: Engine, prompts: Sequence[Prompt], settings: Sampling, max_new_tokens: int) -> dict[str, Any]:
     """Compare speculative and plain decoding of the same prompts, after the gate."""
-    with Progress(console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
-        task = progress.add_task("comparing with plain decoding", total=ROUNDS + 2)
+    with progress.shown(), progress.task("comparing with plain decoding", ROUNDS + 2, "runs") as bar:
         gate(engine)
-        progress.advance(task)
+        bar.advance()
         found = compare(
             engine,
             [engine.encode(prompt) for prompt in prompts],
             max_new_tokens=max_new_tokens,
             sampling=settings,
             rounds=ROUNDS,
-            progress=lambda: progress.advance(task),
+            progress=bar.advance,
         )
     rates = {run.configuration: found.median(run.configuration) for run in found.runs}
     return {"speedup": found.speedup, "plain": found.plain, "tokens_per_second": rates}

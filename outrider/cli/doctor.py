@@ -8,16 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from outrider import catalog
 from outrider.assembly import completed, tokenizer_of
 from outrider.bench.agreement import LEAST_TEXT, Agreement
-from outrider.bench.doctor import LENGTHS, NEW_TOKENS, Diagnosis, Side, Worth, compare_sides, measure
+from outrider.bench.doctor import LENGTHS, Diagnosis, Side, Worth, compare_sides, measure
 from outrider.bench.examination import Judge, examine
 from outrider.cli.opened import check_numbers, opened
 from outrider.cli.prompts import read_file
+from outrider.core import progress
+from outrider.core.deadline import Deadline
 from outrider.core.inputs import whole
 from outrider.core.types import InputError
 from outrider.drafters.protocol import UnboundModel
@@ -43,12 +44,14 @@ class Plan:
         temperature: Of target and drafter.
         num_tokens: Most tokens of text to read.
         rounds: How often to time costs; 0 skips them.
+        time_limit: Seconds to measure, about.
     """
 
     gamma: int
     temperature: float
     num_tokens: int
     rounds: int
+    time_limit: float = 180.0
 
     def __post_init__(self) -> None:
         bounds = {
@@ -57,6 +60,8 @@ class Plan:
             "rounds": (self.rounds, 0),
             "num_speculative_tokens": (self.gamma, 1),
         }
+        if not self.time_limit > 0:
+            raise InputError(f"time_limit must be > 0 seconds, got {self.time_limit:g}")
         for name, (value, least) in bounds.items():
             if isinstance(value, int):
                 whole(name, value)
@@ -66,6 +71,16 @@ class Plan:
 
 def doctor(setup: Setup, plan: Plan, *, text: Path | None, as_json: bool) -> None:
     """Examine a target and a drafter, measure them, and print the findings."""
+    with progress.shown("examining"):
+        found = _diagnosis(setup, plan, text)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        _print(found)
+
+
+def _diagnosis(setup: Setup, plan: Plan, text: Path | None) -> Diagnosis:
+    """The findings."""
     as_dtype(setup.dtype)
     as_device(setup.device)
     use_threads(setup.threads)
@@ -82,11 +97,8 @@ def doctor(setup: Setup, plan: Plan, *, text: Path | None, as_json: bool) -> Non
         except InputError as error:
             found = replace(found, refusal=str(error))
         else:
-            found = _measured(engine, found, given, plan, quiet=as_json)
-    if as_json:
-        print(json.dumps(found.to_json(), indent=2))
-    else:
-        _print(found)
+            found = _measured(engine, found, given, plan)
+    return found
 
 
 def examine_head(setup: Setup, head: str, *, text: Path | None, as_json: bool) -> None:
@@ -98,11 +110,14 @@ def examine_head(setup: Setup, head: str, *, text: Path | None, as_json: bool) -
     use_threads(setup.threads)
     prompts = read_file(TEXT if text is None else text)
     some = random.Random(0).sample(list(prompts), min(EXAMINED, len(prompts)))
-    engine = opened(replace(setup, drafter="none", tree="chain", length="fixed:1", verifier=None, decoding="step"))
-    if engine.tokenizer is None:
-        raise InputError("there is no tokenizer beside the target, so no text can be read; give one with --tokenizer")
-    judge = Judge.listening(engine, [_encoded(engine, prompt) for prompt in some])
-    found = examine(head, judge)
+    with progress.shown("examining"):
+        engine = opened(replace(setup, drafter="none", tree="chain", length="fixed:1", verifier=None, decoding="step"))
+        if engine.tokenizer is None:
+            raise InputError(
+                "there is no tokenizer beside the target, so no text can be read; give one with --tokenizer"
+            )
+        judge = Judge.listening(engine, [_encoded(engine, prompt) for prompt in some])
+        found = examine(head, judge)
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
         return
@@ -139,27 +154,20 @@ def _measured(
     found: Diagnosis,
     given: Sequence[Prompt],
     plan: Plan,
-    quiet: bool,
 ) -> Diagnosis:
     """The diagnosis with measurements."""
     if engine.tokenizer is None:
         note = "There is no tokenizer beside the target, so no text can be measured."
         return replace(found, notes=(note,))
     texts = _some([_encoded(engine, prompt) for prompt in given], plan.num_tokens, engine)
-    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
-        tasks = {
-            "along the text": progress.add_task("along the text", total=sum(len(each) - 1 for each in texts)),
-            "free running": progress.add_task("free running", total=NEW_TOKENS * len(texts)),
-            "costs": progress.add_task("costs", total=None),
-        }
-        measured = measure(
-            engine,
-            texts,
-            num_speculative_tokens=plan.gamma,
-            temperature=plan.temperature,
-            rounds=plan.rounds,
-            progress=lambda what, count: progress.advance(tasks[what], count),
-        )
+    measured = measure(
+        engine,
+        texts,
+        num_speculative_tokens=plan.gamma,
+        temperature=plan.temperature,
+        rounds=plan.rounds,
+        until=Deadline.after(plan.time_limit),
+    )
     return replace(found, **vars(measured))
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from outrider.cli.failure import INTERRUPTED, WRONG_INPUT, complain
 from outrider.cli.forwards import chosen
@@ -30,13 +29,14 @@ from outrider.cli.printed import (
 )
 from outrider.cli.prompts import Entry, entries
 from outrider.cli.request import RequestOptions
+from outrider.core import progress
 from outrider.core.destination import locked_file
 from outrider.core.inputs import InputError
 from outrider.core.ranks import is_first
 from outrider.core.types import Sampling, Step
 from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation
-from outrider.engine.output import Output, succeeded
+from outrider.engine.output import Output, Update, succeeded
 from outrider.engine.prompts import Prompt
 from outrider.engine.requests import check_count, nth
 from outrider.setup import Setup
@@ -215,14 +215,16 @@ def _stream(engine: Engine, entry: Entry, made: Run) -> None:
     if entry.prompt is None:
         raise entry.error or InputError(f"{entry.place} is empty")
     id = engine.add(entry.prompt, options=made.task.generation(engine.sampling))
-    if isinstance(entry.prompt, str):
-        Console(highlight=False, soft_wrap=True).print(entry.prompt, style="dim", end="", markup=False)
     output: Output | None = None
     try:
+        updates = _first(engine, made)
+        if isinstance(entry.prompt, str):
+            Console(highlight=False, soft_wrap=True).print(entry.prompt, style="dim", end="", markup=False)
         while output is None:
-            for update in engine.step(sink=made.keep):
+            for update in updates:
                 print(succeeded(update).text, end="", flush=True)
                 output = update.output
+            updates = [] if output is not None else engine.step(sink=made.keep)
     except KeyboardInterrupt:
         output = engine.cancel(id)
         count = 0 if output is None else len(output.tokens)
@@ -236,15 +238,21 @@ def _stream(engine: Engine, entry: Entry, made: Run) -> None:
     made.outputs.append(output)
 
 
+def _first(engine: Engine, made: Run) -> list[Update]:
+    """Read the prompt, and return the first updates."""
+    updates: list[Update] = []
+    with progress.shown(), progress.task("reading the prompt", engine.num_unread_tokens, "tokens") as reading:
+        while not updates:
+            updates = engine.step(sink=made.keep)
+            reading.reach((reading.total or 0) - engine.num_unread_tokens)
+    return updates
+
+
 def _together(engine: Engine, prompts: Sequence[Entry], wanted: Sequence[Wanted], made: Run) -> None:
     """Run all requests together, with a progress bar on standard error. One that fails does not stop the others."""
     task, running = made.task, dict[str, Wanted]()
     options = task.generation(engine.sampling)
-    console = Console(stderr=True)
-    on_screen = task.output is None and sys.stdout is not None and sys.stdout.isatty()
-    hidden = task.as_json or on_screen or not console.is_terminal
-    with Progress(console=console, transient=True, redirect_stdout=False, disable=hidden) as progress:
-        bar = progress.add_task("generating", total=len(wanted))
+    with progress.shown(), progress.task("generating", len(wanted), "outputs") as bar:
         try:
             for each in wanted:
                 entry = prompts[each.prompt_index]
@@ -255,18 +263,17 @@ def _together(engine: Engine, prompts: Sequence[Entry], wanted: Sequence[Wanted]
                     running[engine.add(entry.prompt, id=str(each.index), options=options, sampling=sampling)] = each
                 except InputError as error:
                     made.failed[entry.place] = error
-                    progress.advance(bar)
+                    bar.advance()
             while engine.busy:
                 for update in engine.step(sink=made.keep):
                     if update.output is not None:
-                        progress.advance(bar)
+                        bar.advance()
                         ended = running[update.id]
                         if update.output.error is not None:
                             made.failed[prompts[ended.prompt_index].place] = update.output.error
                         else:
                             made.end(ended, update.output)
         except KeyboardInterrupt:
-            progress.stop()
             print(f"interrupted after {len(made.outputs)} of {len(wanted)} outputs", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
 from outrider.assembly import completed, tokenizer_of
@@ -20,6 +19,7 @@ from outrider.cli.outputs import Wanted
 from outrider.cli.printed import print_line, print_measures
 from outrider.cli.prompts import Entry, entries
 from outrider.cli.request_body import body_of
+from outrider.core import progress
 from outrider.core.inputs import LARGEST, InputError
 from outrider.engine.generation import Generation
 from outrider.engine.output import FinishReason, Output
@@ -136,17 +136,14 @@ def _stream(ask: Ask, entry: Entry, wanted: Wanted, made: Run) -> None:
 
 def _together(ask: Ask, prompts: Sequence[Entry], wanted: Sequence[Wanted], made: Run) -> None:
     """Ask for all outputs at once. One that fails does not stop the others."""
-    console = Console(stderr=True)
-    hidden = made.task.as_json or not console.is_terminal
     pool = ThreadPoolExecutor(max_workers=min(AT_ONCE, len(wanted)))
     try:
         running: dict[Future[Output], Wanted] = {
             pool.submit(ask.output, prompts[each.prompt_index], each): each for each in wanted
         }
-        with Progress(console=console, transient=True, redirect_stdout=False, disable=hidden) as progress:
-            bar = progress.add_task("generating", total=len(wanted))
+        with progress.shown(), progress.task("generating", len(wanted), "outputs") as bar:
             for done in as_completed(running):
-                progress.advance(bar)
+                bar.advance()
                 each = running[done]
                 try:
                     made.end(each, done.result())

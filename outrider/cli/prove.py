@@ -2,42 +2,51 @@
 
 import json
 import math
+import sys
+import time
 from dataclasses import asdict, replace
 from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from outrider.catalog import name_of
 from outrider.cli.opened import check_numbers, opened
+from outrider.core import progress
+from outrider.core.deadline import Deadline
 from outrider.core.types import InputError
 from outrider.engine.engine import Engine
 from outrider.proof.identity import Difference, Identity
 from outrider.proof.nodes import Nodes
-from outrider.proof.pair import NUM_CHECKS, Proof
+from outrider.proof.pair import Proof
 from outrider.proof.pair import prove as proven
 from outrider.proof.statistics import Samples
 from outrider.setup import Setup
 
 
-def prove(setup: Setup, *, num_draws: int, temperature: float | None, seed: int, as_json: bool) -> None:
+def prove(
+    setup: Setup, *, num_draws: int, temperature: float | None, seed: int, time_limit: float, as_json: bool
+) -> None:
     """Prove a pair and print the findings. Exit status 1 if anything fails."""
+    if not time_limit > 0:
+        raise InputError(f"time_limit must be > 0 seconds, got {time_limit:g}")
     if num_draws < 0:
         raise InputError(f"num_draws must be >= 0, got {num_draws}")
     if temperature is not None and not 0 < temperature < math.inf:
         raise InputError(f"temperature must be > 0, because greedy outputs are not drawn, got {temperature}")
     # What is proven is the law of requests with settings of their own.
-    engine = opened(replace(setup, ignore_generation_config=True))
-    check_numbers(engine)
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    with Progress(console=console, transient=True, disable=as_json) as progress:
-        task = progress.add_task("proving", total=NUM_CHECKS + num_draws)
-        proof = proven(engine, num_draws, temperature, seed, lambda amount: progress.advance(task, amount))
+    began = time.monotonic()
+    with progress.shown(f"proving, for about {time_limit:g} s (--time-limit)"):
+        engine = opened(replace(setup, ignore_generation_config=True))
+        check_numbers(engine)
+        proof = proven(engine, num_draws, temperature, seed, Deadline.after(time_limit))
     if as_json:
         print(json.dumps(_record(engine, proof), indent=2))
     else:
         _print(engine, proof)
+        spent = f"{time.monotonic() - began:.0f} s, and checks of the models and draws had {time_limit:g} s"
+        advice = "; more with --time-limit" if proof.samples is not None and proof.samples.doubt else ""
+        print(f"It took {spent}{advice}.", file=sys.stderr)
     raise typer.Exit(0 if proof.holds else 1)
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from outrider.bench.workloads.workload import BUILT_IN, read_workload
 from outrider.cli.remote import RemoteOptions
+from outrider.core import progress
 from outrider.core.inputs import InputError
 from outrider.serve.client.proof import RemoteProof, prove
 from outrider.setup import Setup
@@ -28,15 +28,13 @@ def prove_remote(
     remote = options.remote(setup)
     prompts = [each.opening for each in read_workload(BUILT_IN).conversations if isinstance(each.opening, str)]
     model = str(options.chosen(remote)["id"])
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    with Progress(console=console, transient=True, disable=as_json) as progress:
-        task = progress.add_task("proving", total=NUM_PROMPTS + num_draws)
+    with progress.shown(), progress.task("proving", NUM_PROMPTS + num_draws, "checks") as bar:
         proof = prove(
             remote,
             prompts[:NUM_PROMPTS],
             num_draws=num_draws,
             seed=seed,
-            progress=lambda amount: progress.advance(task, amount),
+            progress=bar.advance,
         )
     if as_json:
         print(json.dumps(record(model, proof), indent=2))

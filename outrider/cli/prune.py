@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.cli.opened import tell_loading
 from outrider.cli.printed import print_json, print_line
+from outrider.core import progress
 from outrider.core.conversations import taken_for
 from outrider.core.destination import check_free
 from outrider.core.inputs import InputError
@@ -64,9 +64,9 @@ class PruneOptions:
 def prune_experts(job: PruneOptions, num_experts: int, method: str, experts_per_token: int | None) -> None:
     """Write a model with fewer experts, and say what was kept."""
     model, tokenizer, texts = _opened(job, lambda config: experts.check_experts(config, num_experts, experts_per_token))
-    with _progress(job, texts) as progress:
+    with _progress(texts) as told:
         found = experts.prune_experts(
-            model, texts, num_experts, method, experts_per_token=experts_per_token, progress=progress
+            model, texts, num_experts, method, experts_per_token=experts_per_token, progress=told
         )
     record = {
         "method": method,
@@ -91,8 +91,8 @@ def prune_shape(
 
     model, tokenizer, texts = _opened(job, lambda config: reshape.check_shape(config, smaller(config)))
     shape = smaller(model.config)
-    with _progress(job, texts) as progress:
-        found = reshape.prune_shape(model, texts, shape, progress)
+    with _progress(texts) as told:
+        found = reshape.prune_shape(model, texts, shape, told)
     record = {
         "method": "shape",
         "shape": asdict(found.shape),
@@ -204,10 +204,9 @@ def _opened(
 
 
 @contextmanager
-def _progress(job: PruneOptions, texts: list[list[int]]) -> Iterator[Callable[[int], None]]:
-    with Progress(console=Console(stderr=True), transient=True, disable=job.as_json) as progress:
-        task = progress.add_task("reading the text", total=sum(map(len, texts)))
-        yield lambda count: progress.advance(task, count)
+def _progress(texts: list[list[int]]) -> Iterator[Callable[[int], None]]:
+    with progress.shown(), progress.task("reading the text", sum(map(len, texts)), "tokens") as reading:
+        yield reading.advance
 
 
 def _write(

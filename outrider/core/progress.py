@@ -35,6 +35,10 @@ class Task:
         """Note that more is done."""
         self.done += count
 
+    def reach(self, done: int, total: int | None = None) -> None:
+        """Note how much is done, and how much there is to do if that is known only now."""
+        self.done, self.total = done, self.total if total is None else total
+
     def line(self) -> str:
         """How far it is.
 
@@ -67,7 +71,8 @@ class Display:
     ) -> None:
         self.tasks: list[Task] = []
         self._terminal, self._say, self._clock = terminal, say, clock
-        self._said_at, self._said: float = clock(), None
+        self._said_at = clock()
+        self._said: Task | None = None
         self._bars: Any = None
         self._ids: dict[Task, Any] = {}
         self._lock = threading.RLock()

@@ -203,6 +203,11 @@ class Engine:
         return self._schedule.waiting.num_tokens
 
     @property
+    def num_unread_tokens(self) -> int:
+        """Prompt tokens that the target has not run on yet, those of waiting requests included."""
+        return self._schedule.num_unread_tokens
+
+    @property
     def num_reused_tokens(self) -> int:
         """Prompt tokens so far that needed no prefill, because another request's text begins with them."""
         return self._schedule.prefixes.num_reused_tokens

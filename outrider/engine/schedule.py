@@ -91,6 +91,13 @@ class Schedule:
         running = [seat.running for seat in self.seats.values() if seat.running is not None]
         return sum([self.parts.target.length(state.slot) for state in [*running, *self.prefixes.states]])
 
+    @property
+    def num_unread_tokens(self) -> int:
+        """Prompt tokens that the target has not run on yet."""
+        new = [seat for seat in self.seats.values() if not seat.ready]
+        known = (0 if each.running is None else self.parts.target.length(each.state.slot) for each in new)
+        return sum(len(seat.request.prompt) - count for seat, count in zip(new, known, strict=True))
+
     def queue(self, request: Request) -> None:
         """Add a request to the queue for a slot."""
         seat = Seat(request=request, ending=ending_of(request, self._tokenizer))

@@ -2,6 +2,7 @@
 the dice.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 
+from outrider.core.deadline import Deadline
+from outrider.core.progress import task
 from outrider.core.types import InputError
 from outrider.engine.engine import Engine
 from outrider.host import remembered
@@ -22,6 +25,8 @@ from outrider.proof.identity import Difference, Identity, identity
 from outrider.proof.nodes import Nodes, compare_nodes
 
 NUM_TOKENS, NUM_SAMPLED = 32, 8
+TIME_LIMIT = 60.0
+"""Seconds that the gate takes, about, where no number is given. A large model is checked on fewer tokens then."""
 PROMPTS = ("Once upon a time", "The answer to the question is", "def main(")
 """Three openings of texts."""
 PACKAGE = Path(__file__).parent.parent
@@ -35,11 +40,25 @@ class Passed:
         identity: Greedy outputs with and without the drafter.
         nodes: The target's rows at the drafts of a sampled batch, against those of transformers.
         dice: Smallest p-value of the tests of the dice, corrected for their number.
+        num_prompts: Prompts of the greedy outputs.
+        seconds: How long the checks took.
+        time_limit: How long they were to take.
     """
 
     identity: Identity
     nodes: Nodes
     dice: float
+    num_prompts: int
+    seconds: float
+    time_limit: float
+
+    @property
+    def told(self) -> str:
+        """What was checked, in one line."""
+        return (
+            f"checked on {self.num_prompts} prompts and {self.identity.num_tokens} greedy tokens in float32, and on "
+            f"{self.nodes.num_nodes} rows, in {self.seconds:.0f} s"
+        )
 
     @property
     def fault(self) -> str | None:
@@ -58,9 +77,12 @@ class Passed:
         return None if self.dice > BOUND else f"the dice do not keep their law (p = {self.dice:.3g})"
 
 
-def gate(engine: Engine) -> Passed:
+def gate(engine: Engine, time_limit: float = TIME_LIMIT) -> Passed:
     """Check an engine's pair in float32: greedy identity on 3 prompts x 32 tokens, and the rows of a sampled batch of
-    mixed settings; and check the dice. The result is cached by `key`.
+    mixed settings; and check the dice. The result is cached by `key`, and counts where as little time is given.
+
+    Args:
+        time_limit: Seconds after which a check goes no further, though some tokens of every prompt are compared.
 
     Raises:
         InputError: A check fails; no speedup may be printed.
@@ -68,13 +90,22 @@ def gate(engine: Engine) -> Passed:
     prompts = openings(engine)
     name = key(engine, prompts)
     found = None if name is None else _read(remembered.read("gate", {"pair": name}))
-    if found is None:
-        room = engine.parts.target.max_context - max(len(p) for p in prompts)
-        exact = in_float32(engine)
+    if found is None or (found.time_limit < time_limit and found.seconds >= found.time_limit):
+        began, until = time.monotonic(), Deadline.after(time_limit)
+        with task("the dice"):
+            dice = dice_law_of(engine).p_value
+        with task("a copy in float32"):
+            exact = in_float32(engine)
+        room = min(each.parts.target.max_context for each in (engine, exact)) - max(len(p) for p in prompts)
+        nodes = compare_nodes(exact, prompts, min(NUM_SAMPLED, room), until.part(0.4))
+        same = identity(exact, prompts, min(NUM_TOKENS, room), until)
         found = Passed(
-            identity=identity(exact, prompts, min(NUM_TOKENS, room)),
-            nodes=compare_nodes(exact, prompts, min(NUM_SAMPLED, room)),
-            dice=dice_law_of(engine).p_value,
+            identity=same,
+            nodes=nodes,
+            dice=dice,
+            num_prompts=len(prompts),
+            seconds=time.monotonic() - began,
+            time_limit=time_limit,
         )
         if name is not None:
             # A gap that is not a number is not kept.
@@ -108,13 +139,16 @@ def _read(kept: Mapping[str, Any] | None) -> Passed | None:
             for each in greedy["differences"]
         )
         identity = Identity(num_tokens=int(greedy["num_tokens"]), differences=differences)
-        return Passed(identity=identity, nodes=Nodes(**kept["nodes"]), dice=float(kept["dice"]))
+        numbers = {name: float(kept[name]) for name in ("dice", "seconds", "time_limit")}
+        return Passed(identity=identity, nodes=Nodes(**kept["nodes"]), num_prompts=int(kept["num_prompts"]), **numbers)
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
 def in_float32(engine: Engine) -> Engine:
     """The same engine in float32. Models in float32 or float64 and quantised models are used unchanged."""
+    # Both use the slots of one target where nothing is cast.
+    engine.rest()
     parts = engine.parts
     target = parts.target.cast(torch.float32)
     drafter = parts.drafter.cast(TargetInfo.of(target, engine.tokenizer))

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from outrider.core.deadline import ENDLESS, Deadline
+from outrider.core.progress import Task, task
 from outrider.core.sampling import rows_at_once, to_rows
 from outrider.core.texts import Before
 from outrider.core.types import Request
@@ -60,7 +62,9 @@ class Nodes:
         return self.logits <= self.bound and self.probabilities <= PROBABILITIES
 
 
-def compare_nodes(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Nodes:
+def compare_nodes(
+    engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int, until: Deadline = ENDLESS
+) -> Nodes:
     """Run one request for each of `MIXED` at once, and compare the target's rows at every node of every draft.
 
     Then run requests whose prompts share a beginning with an earlier text and go on otherwise, in its slot and in
@@ -68,6 +72,9 @@ def compare_nodes(engine: Engine, prompts: Sequence[Sequence[int]], max_new_toke
 
     Logits are compared with those of a forward of transformers over the node's whole text, alone. Rows are compared
     with what transformers' processors make of the same logits under the settings that were asked for.
+
+    Args:
+        until: Steps that are not made then are left out; a few are made at least.
     """
     asked = [
         Request(
@@ -80,9 +87,11 @@ def compare_nodes(engine: Engine, prompts: Sequence[Sequence[int]], max_new_toke
     ]
     earlier, later = _sharing(engine, prompts)
     watcher = _Watcher(engine, {request.id: request for request in (*asked, *earlier, *later)})
-    run_watched(engine, asked, watcher.look)
-    before = engine.num_reused_tokens
-    run_watched(engine, later, watcher.look, first=earlier)
+    with task("rows of the target at drafts", unit="nodes") as progress:
+        watcher.progress = progress
+        run_watched(engine, asked, watcher.look, until=until.part(0.7))
+        before = engine.num_reused_tokens
+        run_watched(engine, later, watcher.look, first=earlier, until=until)
     return Nodes(
         num_nodes=watcher.num_nodes,
         num_drafted=watcher.num_drafted,
@@ -118,6 +127,7 @@ class _Watcher:
         self.num_nodes, self.num_drafted = 0, 0
         self.logits, self.probabilities = 0.0, 0.0
         self._grouped = False
+        self.progress: Task | None = None
 
     def look(self, cycle: Cycle) -> None:
         draft = cycle.draft
@@ -150,6 +160,8 @@ class _Watcher:
         row: Float[Tensor, " vocab"],
     ) -> None:
         self.num_nodes += 1
+        if self.progress is not None:
+            self.progress.advance()
         ours, theirs = ours.double(), theirs.double()
         finite = theirs[theirs.isfinite()]
         span = float(finite.max() - finite.min()) if len(finite) else 0.0

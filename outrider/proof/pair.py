@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from outrider.core.deadline import ENDLESS, Deadline
+from outrider.core.progress import task
 from outrider.core.types import InputError
 from outrider.decoding.protocol import NoDistribution
 from outrider.engine.engine import Engine
@@ -17,8 +19,8 @@ from outrider.proof.rule import law_error
 from outrider.proof.statistics import Samples, sampled_law
 
 Result = TypeVar("Result")
-NUM_CHECKS = 6
-"""Checks without the draws."""
+SHARE = 0.2
+"""What part of the time that is left each check of the models may take; the draws get what the checks leave."""
 LAW_BOUND = 1e-12
 """Law errors below this are rounding."""
 
@@ -67,42 +69,41 @@ def prove(
     num_draws: int,
     temperature: float | None = None,
     seed: int = 0,
-    progress: Callable[[int], None] = lambda amount: None,
+    until: Deadline | None = None,
 ) -> Proof:
     """Check an engine's pair.
 
     Args:
         num_draws: Number of outputs to draw; 0 skips the test of samples.
         temperature: Of the draws; None takes, for each prompt, one at which enough outputs can be told apart.
-        progress: Called with the number of finished parts: `NUM_CHECKS` checks and all draws.
+        until: When checks of the models go no further; as long as time is left, outputs are drawn until they can tell
+            something. None makes every check whole and draws the number that was asked for.
     """
     prompts = openings(engine)
     target = engine.parts.target
     errors: dict[str, str] = {}
 
     def checked(name: str, check: Callable[[], Result]) -> Result | None:
-        found = _checked(name, check, errors)
-        progress(1)
-        return found
+        with task(name):
+            return _checked(name, check, errors)
 
     error = checked("exact law", lambda: law_error(engine.parts))
     dice = checked("dice", lambda: dice_law_of(engine))
-    exact, room = in_float32(engine), target.max_context - max(map(len, prompts))
-    num_tokens, num_sampled = min(NUM_TOKENS, room), min(NUM_SAMPLED, room)
-    nodes = checked("rows", lambda: compare_nodes(exact, prompts, num_sampled))
-    same = exact.parts.target.dtype == target.dtype
-    own_nodes = checked("rows up to ties", lambda: None if same else compare_nodes(engine, prompts, num_sampled))
-    identical = checked("greedy identical", lambda: identity(exact, prompts, num_tokens))
-    up_to_ties = checked("greedy up to ties", lambda: identity(engine, prompts, num_tokens))
+    with task("a copy in float32"):
+        exact = in_float32(engine)
+    room = min(target.max_context, exact.parts.target.max_context) - max(map(len, prompts))
+    num_tokens, num_sampled, end = min(NUM_TOKENS, room), min(NUM_SAMPLED, room), until or ENDLESS
+    nodes = checked("rows", lambda: compare_nodes(exact, prompts, num_sampled, end.part(SHARE)))
+    own_nodes = None
+    if exact.parts.target.dtype != target.dtype:
+        own_nodes = checked("rows up to ties", lambda: compare_nodes(engine, prompts, num_sampled, end.part(SHARE)))
+    identical = checked("greedy identical", lambda: identity(exact, prompts, num_tokens, end.part(SHARE)))
+    up_to_ties = checked("greedy up to ties", lambda: identity(engine, prompts, num_tokens, end.part(SHARE)))
     samples = None
     if num_draws:
         # In the first of these prompts, drafters that look for repetitions find one.
         repeated = [[*prompts[0], *prompts[0]], *prompts]
-        samples = _checked(
-            "samples",
-            lambda: sampled_law(engine, repeated, num_draws, temperature, seed, lambda output: progress(1)),
-            errors,
-        )
+        samples = checked("samples", lambda: sampled_law(engine, repeated, num_draws, temperature, seed, until))
     return Proof(
         law_error=error,
         dice=dice,

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.core.deadline import Deadline
+from outrider.core.progress import task
 from outrider.core.types import Request, Sampling
 from outrider.decoding.protocol import Cycle, Parts
 from outrider.engine.engine import Engine
@@ -27,6 +29,8 @@ LEAST_DEGREES = 10
 """With fewer degrees of freedom, a test distinguishes too few outputs to confirm a law."""
 LEAST_DRAWS = 100
 """Fewest draws after one prompt; with fewer in all, fewer of the prompts are used."""
+AT_ONCE = 2
+"""Draws between two looks at the clock, in units of what runs at once."""
 LONGEST = 6
 """Most tokens of an output that are looked at."""
 TEMPERATURES = (0.7, 1.0, 1.5, 2.0, 3.0, 5.0)
@@ -112,7 +116,9 @@ class Samples:
     def doubt(self) -> str | None:
         """Why the test is weak; None if it is not."""
         if not self.num_draft_tokens:
-            return "nothing was drafted"
+            return "nothing was drafted; give a drafter that drafts here, such as a draft model"
+        if not self.num_accepted_tokens:
+            return "no draft token was accepted; draw more, or at a lower temperature"
         if self.test.degrees < LEAST_DEGREES:
             few = f"{self.test.degrees} degrees of freedom tell too few outputs apart"
             return f"{few}; draw more, or at a higher temperature"
@@ -146,45 +152,71 @@ def sampled_law(
     num_draws: int,
     temperature: float | None = None,
     seed: int = 0,
-    progress: Callable[[Output], None] | None = None,
+    until: Deadline | None = None,
 ) -> Samples:
     """Draw outputs after some prompts, as many after each, and compare them with the target's exact probabilities.
 
     The outputs of all prompts are drawn in the same batches, each prompt's under settings of its own, and compared with
     what transformers' forwards and processors say. The first tokens of an output come from all parts of a step, so that
     accepted, recovered and bonus tokens are among what is compared. Which outputs are told apart is decided by the
-    target's law, before any is drawn.
+    target's law and the number of draws, never by what was drawn.
 
     Args:
+        num_draws: How many outputs to draw.
         temperature: None takes, for each prompt, one at which enough outputs can be told apart.
-        progress: Called with each output.
+        until: No more are drawn then. If time is left and the draws cannot tell, as many are drawn again; None draws
+            the number that was asked for.
     """
     prompts = prompts[: max(1, num_draws // LEAST_DRAWS)]
     length = min(_length(engine, prompt) for prompt in prompts)
-    shares = np.array_split(np.arange(seed, seed + num_draws), len(prompts))
     engine.rest()
-    plans = [
-        _plan(engine, prompt, SETTINGS[i % len(SETTINGS)], len(shares[i]), length, temperature)
+    settings = [
+        _plan(engine, prompt, SETTINGS[i % len(SETTINGS)], num_draws // len(prompts), length, temperature).sampling
         for i, prompt in enumerate(prompts)
     ]
-    # Draws of different prompts take turns, so that a batch has different settings.
-    turns = sorted((k, i, each) for i, own in enumerate(shares) for k, each in enumerate(own.tolist()))
-    asked = [
-        Request(
-            id=f"draw {number}",
-            prompt=tuple(prompts[i]),
-            # One token more than is looked at, so that a bonus token can be among those that are.
-            max_new_tokens=length + 1,
-            sampling=replace(plans[i].sampling, seed=each),
-        )
-        for number, (_, i, each) in enumerate(turns)
-    ]
     watcher = _Preferences(engine.parts)
-    outputs = run_watched(engine, asked, watcher.look, progress)
+    outputs: list[Output] = []
+    # Draws of different prompts take turns, so that a batch has different settings.
+    size = AT_ONCE * max(len(prompts), engine.max_slots)
+    wanted = num_draws
+    with task("drawn outputs", num_draws, "outputs") as bar:
+        while True:
+            count = min(size, wanted - len(outputs))
+            asked = [
+                Request(
+                    id=f"draw {number}",
+                    prompt=tuple(prompts[number % len(prompts)]),
+                    # One token more than is looked at, so that a bonus token can be among those that are.
+                    max_new_tokens=length + 1,
+                    sampling=replace(settings[number % len(prompts)], seed=seed + number),
+                )
+                for number in range(len(outputs), len(outputs) + count)
+            ]
+            outputs += run_watched(engine, asked, watcher.look, lambda output: bar.advance())
+            if len(outputs) == wanted or (until is not None and until.passed):
+                found = _judged(engine, prompts, settings, outputs, watcher, length)
+                if until is None or until.passed or found.verdict != "inconclusive":
+                    return found
+                wanted *= 2
+                bar.reach(len(outputs), wanted)
+
+
+def _judged(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    settings: Sequence[Sampling],
+    outputs: Sequence[Output],
+    watcher: "_Preferences",
+    length: int,
+) -> Samples:
+    """The tests of some outputs. Output `n` is one of prompt `n` modulo the number of prompts."""
     statistic, degrees = 0.0, 0
     likely, liked = _Excess(), _Excess()
-    for i, (prompt, plan) in enumerate(zip(prompts, plans, strict=True)):
-        own = [number for number, (_, which, _) in enumerate(turns) if which == i]
+    for i, (prompt, sampling) in enumerate(zip(prompts, settings, strict=True)):
+        own = list(range(i, len(outputs), len(prompts)))
+        if not own:
+            continue
+        plan = _plan(engine, prompt, sampling, len(own), length, sampling.temperature)
         counts = Counter(plan.classes.of(outputs[number].tokens[:length]) for number in own)
         found = chi_square([counts[each] for each in plan.classes.expected], list(plan.classes.expected.values()))
         statistic += np.inf if counts[None] else found.statistic
@@ -199,10 +231,10 @@ def sampled_law(
                 places, preferred = watcher.of(f"draw {number}", length)
                 liked.add(along[places], preferred, drawn[places])
     return Samples(
-        test=tested(statistic, degrees, num_draws),
+        test=tested(statistic, degrees, len(outputs)),
         likely=likely.tilt,
         liked=liked.tilt if liked.num_tokens else None,
-        temperatures=tuple(plan.sampling.temperature for plan in plans),
+        temperatures=tuple(sampling.temperature for sampling in settings),
         length=length,
         num_draft_tokens=sum(output.num_draft_tokens for output in outputs),
         num_accepted_tokens=sum(output.num_accepted_tokens for output in outputs),
@@ -238,7 +270,7 @@ class _Preferences:
 
     def of(self, id: str, length: int) -> tuple[list[int], Float[Tensor, "places vocab"]]:
         """The places of a request's output at which steps begin, and 1 for each token that is liked there, else 0."""
-        found = [(place, bits) for place, bits in self._found.pop(id, []) if place < length]
+        found = [(place, bits) for place, bits in self._found.get(id, []) if place < length]
         if not found:
             return [], torch.empty(0, self._vocab_size)
         liked = np.unpackbits(np.stack([bits for _, bits in found]), axis=1, count=self._vocab_size)

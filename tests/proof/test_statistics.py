@@ -62,7 +62,8 @@ def test_a_temperature_that_is_named_is_taken_and_one_at_which_little_can_be_see
 
 def test_without_a_draft_it_is_inconclusive():
     found = sampled_law(engine("none", "match", max_slots=64), PROMPTS, 400)
-    assert (found.verdict, found.doubt) == ("inconclusive", "nothing was drafted")
+    assert found.verdict == "inconclusive"
+    assert found.doubt.startswith("nothing was drafted; give a drafter")
 
 
 def test_few_draws_are_made_after_few_prompts(pair):

@@ -1,29 +1,40 @@
 """The gate of a measurement: no configuration is timed before it is shown to be lossless."""
 
 from outrider.core.inputs import InputError
+from outrider.core.progress import task
 from outrider.engine.engine import Engine
 from outrider.proof.gate import gate
 from outrider.proof.pair import LAW_BOUND
 from outrider.proof.rule import law_error
 
 
-def reason_to_stop(engine: Engine) -> str | None:
-    """Why a configuration must not be timed, in one sentence; None if its law is the target's.
+class NotLossless(Exception):
+    """Why a configuration must not be timed, in one sentence."""
+
+
+def passed(engine: Engine, time_limit: float) -> str:
+    """Let a configuration be timed only if its law is the target's. Returns what was checked, in one line.
 
     The law of its verifier is enumerated on small tables. Then the gate compares greedy texts in float32 with plain
     decoding, and the rows of a sampled batch with those of transformers, and checks the dice. A rule that declares
     itself lossy is not checked: who allows it knows.
+
+    Args:
+        time_limit: Seconds that the gate takes, about.
+
+    Raises:
+        NotLossless: A check fails; in one sentence.
     """
     if is_lossy(engine):
-        return None
-    error = law_error(engine.parts)
+        return "not checked, because it says of itself that it is lossy"
+    with task("its law, enumerated on small tables"):
+        error = law_error(engine.parts)
     if not error < LAW_BOUND:
-        return f"its law is not the target's: enumerated on small tables, it is off by {error:.2g}"
+        raise NotLossless(f"its law is not the target's: enumerated on small tables, it is off by {error:.2g}")
     try:
-        gate(engine)
+        return gate(engine, time_limit).told
     except InputError as failed:
-        return str(failed).partition("; no speedup")[0]
-    return None
+        raise NotLossless(str(failed).partition("; no speedup")[0]) from failed
 
 
 def is_lossy(engine: Engine) -> bool:

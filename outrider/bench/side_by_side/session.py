@@ -16,7 +16,7 @@ from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder, folder
 from outrider.bench.side_by_side.arrivals import ClosedLoop, Load
 from outrider.bench.side_by_side.configuration import DEFAULT, PLAIN, Configuration
-from outrider.bench.side_by_side.gating import reason_to_stop
+from outrider.bench.side_by_side.gating import NotLossless, passed
 from outrider.bench.side_by_side.meters import measured
 from outrider.bench.side_by_side.metrics import Objectives
 from outrider.bench.side_by_side.peers import PeerOptions, Peers
@@ -28,6 +28,7 @@ from outrider.bench.workloads.conversation import Conversation
 from outrider.bench.workloads.formats import TraceUnits
 from outrider.bench.workloads.workload import BUILT_IN, Workload, read_workload
 from outrider.core.inputs import InputError
+from outrider.core.progress import task
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation
@@ -35,6 +36,7 @@ from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.open import open_config, unwrapped
 from outrider.lm.target_info import UNLIMITED
 from outrider.plan.probe import FAR
+from outrider.proof.gate import TIME_LIMIT
 from outrider.setup import Setup
 
 COMMAND = "outrider bench"
@@ -60,6 +62,7 @@ class Plan:
         loads: When requests come.
         rounds: How often every run is repeated.
         time_limit: Seconds after which no new turn begins; None measures everything.
+        gate_limit: Seconds that the gate takes for each configuration, about.
         seed: Of the choice of conversations, of the order of turns, and of the draws.
         objectives: What a good request keeps; None counts no good ones.
         out: Folder for rows and reports; None keeps them in memory.
@@ -74,6 +77,7 @@ class Plan:
     loads: tuple[Load, ...] = (ClosedLoop(),)
     rounds: int = 3
     time_limit: float | None = None
+    gate_limit: float = TIME_LIMIT
     seed: int = 0
     peers: PeerOptions = field(default_factory=PeerOptions)
     objectives: Objectives | None = None
@@ -87,6 +91,8 @@ class Plan:
             raise InputError(f"rounds and num_prompts must be >= 1, got {self.rounds} and {self.num_prompts}")
         if self.time_limit is not None and not self.time_limit > 0:
             raise InputError(f"time_limit must be > 0 seconds, got {self.time_limit:g}")
+        if not self.gate_limit > 0:
+            raise InputError(f"gate_limit must be > 0 seconds, got {self.gate_limit:g}")
         if not self.loads:
             raise InputError("a measurement needs a load, such as a concurrency")
 
@@ -124,6 +130,7 @@ class Measurement:
         ways: Names of all ways that were measured, in the order in which they were given.
         drafting: Those that draft.
         outside: Those that are other engines.
+        passed: What the gate checked of each configuration.
         stopped: Configurations that the gate stopped, with the reason.
         left_out: What else is left out, with the reason.
         rows: One for each turn.
@@ -138,6 +145,7 @@ class Measurement:
     ways: list[str] = field(default_factory=list)
     drafting: set[str] = field(default_factory=set)
     outside: set[str] = field(default_factory=set)
+    passed: dict[str, str] = field(default_factory=dict)
     stopped: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
@@ -183,7 +191,7 @@ def measure(
         device=first.parts.target.device,
     )
     with folder(plan.out, COMMAND, arguments(found, generation)) as place:
-        engines = checked(plan, shared, first, found, place)
+        engines = checked(plan, shared, first, found)
         ways: list[Way] = [
             EngineWay(name=PLAIN, engine=first.plain(), generation=generation, drafts=False, columns=1),
             *(EngineWay(name=name, engine=engine, generation=generation) for name, engine in engines.items()),
@@ -200,9 +208,8 @@ def measure(
         )
         with peers:
             if plan.peers.names:
-                task = place.progress.add_task("other engines", total=None)
-                ways += peers.ways()
-                place.progress.update(task, total=1, completed=1)
+                with task("other engines"):
+                    ways += peers.ways()
             found.ways = [way.name for way in ways]
             found.drafting = {way.name for way in ways if way.drafts}
             found.outside = {way.name for way in ways if way.outside}
@@ -284,27 +291,28 @@ def arguments(found: Measurement, generation: Generation) -> dict[str, object]:
     }
 
 
-def checked(plan: Plan, shared: Setup, first: Engine, found: Measurement, place: Folder) -> dict[str, Engine]:
+def checked(plan: Plan, shared: Setup, first: Engine, found: Measurement) -> dict[str, Engine]:
     """An engine for each configuration whose parts fit and that passes the gate; the others are noted.
 
     Raises:
         InputError: A configuration that was named by itself does not fit, or none is left.
     """
     engines: dict[str, Engine] = {}
-    task = place.progress.add_task("lossless?", total=len(plan.configurations))
-    for each in plan.configurations:
-        try:
-            engines[each.name] = engine_of(shared, each, first)
-        except InputError as error:
-            if not each.swept:
-                raise InputError(f"{each.name}: {error}") from error
-            found.left_out[each.name] = str(error)
-        else:
-            reason = reason_to_stop(engines[each.name])
-            if reason is not None:
-                found.stopped[each.name] = reason
-                del engines[each.name]
-        place.progress.advance(task)
+    with task("is it lossless?", len(plan.configurations), "configurations") as bar:
+        for each in plan.configurations:
+            try:
+                engine = engine_of(shared, each, first)
+            except InputError as error:
+                if not each.swept:
+                    raise InputError(f"{each.name}: {error}") from error
+                found.left_out[each.name] = str(error)
+            else:
+                try:
+                    found.passed[each.name] = passed(engine, plan.gate_limit)
+                    engines[each.name] = engine
+                except NotLossless as error:
+                    found.stopped[each.name] = str(error)
+            bar.advance()
     return engines
 
 
@@ -349,7 +357,7 @@ def _take_turns(
         todo = list(turns(ways, groups, rounds=plan.rounds, seed=f"{plan.seed}/{load.name}"))
         taken = {row["turn"] for row in place.rows if row.get("phase") == load.name}
         if any(turn.name not in taken for turn in todo):
-            _warm_up(found, place, player, ways, groups[0], load)
+            _warm_up(found, player, ways, groups[0], load)
         clock = Clock(None if plan.time_limit is None else began + plan.time_limit * (number + 1) / len(plan.loads))
 
         def run(turn: Turn[Way, Group], load: Load = load, clock: Clock = clock) -> Row | None:
@@ -382,18 +390,18 @@ class Clock:
         return False
 
 
-def _warm_up(found: Measurement, place: Folder, player: Player, ways: Sequence[Way], group: Group, load: Load) -> None:
+def _warm_up(found: Measurement, player: Player, ways: Sequence[Way], group: Group, load: Load) -> None:
     """Let every way play the beginning of a group once."""
-    task = place.progress.add_task(f"{load.name}: warm-up", total=len(ways))
     short = replace(player, max_new_tokens=min(player.max_new_tokens, WARM_TOKENS))
     few = ClosedLoop(concurrency=load.concurrency if isinstance(load, ClosedLoop) else 1)
     asked = [replace(each, replies=(), output_tokens=None) for each in group.conversations[: few.concurrency]]
-    for way in ways:
-        try:
-            way.play(short, asked, few, found.plan.seed)
-        except LeftOut as error:
-            found.left_out[f"{way.name}, {load.name}"] = str(error)
-        place.progress.advance(task)
+    with task(f"{load.name}: warm-up", len(ways), "runs") as bar:
+        for way in ways:
+            try:
+                way.play(short, asked, few, found.plan.seed)
+            except LeftOut as error:
+                found.left_out[f"{way.name}, {load.name}"] = str(error)
+            bar.advance()
 
 
 def _row(found: Measurement, player: Player, load: Load, turn: Turn[Way, Group]) -> Row | None:

@@ -1,0 +1,85 @@
+"""Checks with little time say something true of fewer tokens, and draws go on while they tell nothing."""
+
+from dataclasses import replace
+
+import pytest
+
+import outrider
+from outrider.bench.agreement import along_text, run_freely
+from outrider.bench.doctor import measure
+from outrider.core.deadline import ENDLESS, Deadline
+from outrider.proof.gate import gate, in_float32, openings
+from outrider.proof.identity import LEAST_TOKENS, identity
+from outrider.proof.nodes import compare_nodes
+from outrider.proof.statistics import sampled_law
+from tests.world.models import drafter_of, llama
+
+OVER = Deadline(at=0.0)
+"""No time at all."""
+
+
+@pytest.fixture(scope="module")
+def engine():
+    drafter = drafter_of("model")
+    return outrider.load(llama(), drafter=drafter, length="fixed:2", ignore_generation_config=True, probe=False)
+
+
+@pytest.fixture(scope="module")
+def prompts(engine):
+    return openings(engine)
+
+
+def test_greedy_texts_are_compared_as_far_as_time_goes_and_a_few_tokens_at_least(engine, prompts):
+    whole = identity(engine, prompts, 24)
+    assert whole.holds
+    short = identity(engine, prompts, 24, OVER)
+    assert short.holds
+    assert LEAST_TOKENS * len(prompts) <= short.num_tokens < whole.num_tokens
+    assert not engine.busy
+
+
+def test_rows_of_drafts_are_compared_however_little_time_there_is(engine, prompts):
+    exact = in_float32(engine)
+    whole, short = (compare_nodes(exact, prompts, 8, until) for until in (ENDLESS, OVER))
+    assert short.holds
+    assert 0 < short.num_drafted < whole.num_drafted
+    assert not exact.busy
+
+
+def test_the_gate_says_what_it_checked_and_is_made_again_only_for_more_time(engine, prompts, monkeypatch, tmp_path):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    hurried = gate(engine, 1e-9)
+    assert hurried.fault is None
+    assert f"{hurried.identity.num_tokens} greedy tokens" in hurried.told
+    assert gate(engine, 1e-9) == hurried
+    thorough = gate(engine, 1000.0)
+    assert thorough.identity.num_tokens > hurried.identity.num_tokens
+    # What was checked whole counts, however much time is given.
+    assert gate(engine, 2000.0) == gate(engine, 1e-9) == thorough
+
+
+def test_draws_go_on_while_they_tell_nothing_and_time_is_left(engine, prompts):
+    asked = sampled_law(engine, prompts, 8, temperature=1.0)
+    assert asked.verdict == "inconclusive"
+    assert asked.test.num_draws == 8
+    more = sampled_law(engine, prompts, 8, temperature=1.0, until=Deadline.after(600))
+    assert more.verdict == "fits"
+    assert more.num_accepted_tokens > 0
+    assert more.test.num_draws > 8
+    none = sampled_law(engine, prompts, 10**6, temperature=1.0, until=OVER)
+    assert 0 < none.test.num_draws < 100
+
+
+def test_a_drafter_whose_tokens_are_never_accepted_is_no_proof(engine, prompts):
+    found = sampled_law(engine, prompts, 200, temperature=1.0)
+    assert replace(found, num_accepted_tokens=0).verdict == "inconclusive"
+
+
+def test_what_the_doctor_measures_in_no_time_is_told(engine):
+    texts = [list(range(2, 40)) for _ in range(3)]
+    assert 0 < len(along_text(engine, texts, until=OVER).depths) < len(along_text(engine, texts).depths)
+    assert run_freely(engine, texts, until=OVER).num_draft_tokens > 0
+    found = measure(engine, texts, rounds=1, until=OVER)
+    assert found.worth is not None
+    assert [note.partition(" for ")[0] for note in found.notes] == ["There was time", "There was time"]
+    assert measure(engine, texts, rounds=0).notes == []
