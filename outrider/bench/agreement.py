@@ -265,7 +265,7 @@ def run_freely(
     ]
     steps: list[Step] = []
     with task("free running", max_new_tokens * len(prompts), "tokens") as bar:
-        while watched.busy and not (until.passed and sum(step.num_draft_tokens for step in steps)):
+        while watched.busy and not (until.passed and any(step.num_draft_tokens > 0 for step in steps)):
             for update in map(succeeded, watched.step()):
                 steps += [] if update.step is None else [update.step]
                 bar.advance(len(update.tokens))

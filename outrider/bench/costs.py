@@ -12,6 +12,7 @@ from outrider.core.types import InputError, Sampling
 from outrider.decoding.protocol import Cycle
 from outrider.decoding.step import StepDecoding
 from outrider.engine.engine import Engine
+from outrider.lengths.costs import StepCost
 from outrider.lengths.fixed import FixedLength
 from outrider.plan.probe import CONTEXT, REPEATS, WARM_UP, Bench, Kind
 from outrider.trees.chain import ChainTree
@@ -97,7 +98,7 @@ def measure_costs(engine: Engine, *, rounds: int = 3, num_requests: int = 1, unt
     try:
         turns = rounds * REPEATS
         with task(f"costs of {num_requests} together", (WARM_UP + turns) * len(kinds), "steps") as bar:
-            steps = []
+            steps: list[StepCost] = []
             for turn in range(-WARM_UP, turns):
                 if until.passed and (steps or turn > 0):
                     break

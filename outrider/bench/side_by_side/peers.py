@@ -184,7 +184,7 @@ class Peers:
         if self._dtype not in NEARLY:
             raise CannotMake(f"it is compared in {' or '.join(NEARLY)}; the target computes in {self._dtype}")
         target: Any = self.engine.parts.target
-        places = []
+        places: list[Path | None] = []
         for what, model in (("target", target.model), ("draft model", draft_model_of(self.engine))):
             if model is None:
                 places.append(None)
