@@ -9,6 +9,7 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.assembly import assemble
 from outrider.cli.printed import print_line
+from outrider.core import progress
 from outrider.core.inputs import InputError
 from outrider.core.ranks import is_first
 from outrider.engine.crowd import CrowdedWarning
@@ -35,7 +36,8 @@ def opened(setup: Setup, *, divided: bool = False) -> Engine:
         check_undivided(setup)
     warnings.formatwarning = _one_line
     tell_loading()
-    engine = assemble(setup)
+    with progress.shown("loading"):
+        engine = assemble(setup)
     if not is_first():
         # Errors reach standard error all the same.
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

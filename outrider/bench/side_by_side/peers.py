@@ -16,6 +16,7 @@ from outrider.bench.engines.environments import CannotMake, Room
 from outrider.bench.engines.process import Process, Refused, Stopped
 from outrider.bench.side_by_side.ways import BatchWay, driver_way, transformers_way
 from outrider.core.inputs import InputError, unknown
+from outrider.core.place import place_of
 from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation
 
@@ -189,14 +190,15 @@ class Peers:
             if model is None:
                 places.append(None)
                 continue
-            place = Path(str(model.name_or_path))
+            found = place_of(str(model.name_or_path))
+            place = found.file or Path(found.folder)
             if not place.is_file() and not any(place.glob("*.safetensors")):
-                raise CannotMake(f"the {what} must be a local folder with safetensors, got {place}")
+                raise CannotMake(f"the {what} must be a GGUF file or a local folder with safetensors, got {place}")
             places.append(converted(other, room, place, self.options.environments, self._dtype))
-        found, draft = places
-        if found is None:
+        first, draft = places
+        if first is None:
             raise CannotMake("there is no target")
-        return found, draft
+        return first, draft
 
     def _compare(self, process: Process) -> None:
         """Raise CannotMake where an engine takes tokens that the target finds clearly less likely."""
