@@ -155,7 +155,7 @@ def bench(
     from outrider.cli.bench_printed import print_measurement, print_requests
     from outrider.cli.printed import print_line
 
-    with progress.shown("loading"):
+    with progress.shown():
         found = measure(
             plan, finish=write_report, tell=print_requests if as_json else lambda row: None, note=print_line
         )

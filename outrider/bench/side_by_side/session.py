@@ -180,7 +180,8 @@ def measure(
     asked = ask(workload, encoder, count=plan.num_prompts, room=limit - 1 - max_new_tokens, seed=plan.seed)
     longest = max(encoder.longest(each, max_new_tokens) for each in asked.conversations)
     shared = shared_setup(plan, min(limit, max(longest + MARGIN, LEAST_CONTEXT)))
-    first = assemble(shared)
+    with task("loading"):
+        first = assemble(shared)
     generation, room = settled(plan, first), first.parts.target.max_context - 1
     player = Player(encoder=encoder, max_new_tokens=generation.max_new_tokens, room=room)
     found = Measurement(
