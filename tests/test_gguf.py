@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -55,6 +56,39 @@ def shipped(tokenizer, tmp_path_factory) -> dict[str, Path]:
         place = tmp_path_factory.mktemp(name)
         found[name] = write_gguf(place / f"{name}.gguf", model, tokenizer, kind="F16")
     return found
+
+
+def test_the_weights_of_a_file_are_unpacked_once_and_again_when_the_file_changes(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    file = write_gguf(tmp_path / "m.gguf", tiny("llama"), tokenizer, kind="Q8_0")
+
+    def aged(file: Path) -> None:
+        """Files that have just changed are not trusted."""
+        os.utime(file, ns=(0, file.stat().st_mtime_ns - 10**10))
+
+    aged(file)
+    first = open_model(str(file))
+    [folder] = (tmp_path / "cache" / "unpacked").iterdir()
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    again = open_model(str(file))
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    assert all(map(torch.equal, first.state_dict().values(), again.state_dict().values()))
+    assert first.generation_config.eos_token_id == again.generation_config.eos_token_id
+    assert weights_of(first) == weights_of(again)
+    other = copy.deepcopy(tiny("llama"))
+    other.lm_head.weight.data.neg_()
+    write_gguf(file, other, tokenizer, kind="Q8_0")
+    aged(file)
+    assert weights_of(open_model(str(file))) != weights_of(first)
+    assert len(list((tmp_path / "cache" / "unpacked").iterdir())) == 1
+    assert (folder / "model.safetensors").stat().st_mtime_ns != written
+
+
+def test_weights_that_cannot_be_kept_are_unpacked_all_the_same(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", "/dev/null")
+    file = write_gguf(tmp_path / "m.gguf", tiny("llama"), tokenizer, kind="Q8_0")
+    os.utime(file, ns=(0, 0))
+    assert open_model(str(file)).dtype == torch.bfloat16
 
 
 def logits(model: PreTrainedModel) -> Tensor:

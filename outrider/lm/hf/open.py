@@ -32,6 +32,7 @@ from outrider.host.versions import warn_of_untested
 from outrider.lm.fingerprint import note_files
 from outrider.lm.forwards.choice import choose
 from outrider.lm.forwards.forward import Forward
+from outrider.lm.hf import unpacked
 from outrider.lm.hf.anatomy import Anatomy, opener
 from outrider.lm.hf.gguf import as_plain, check_libraries, dequantised, gguf_config, header
 from outrider.lm.hf.mtp import behind_pattern
@@ -128,25 +129,17 @@ def open_model(
     given = {
         "device_map": device_map,
         "quantization_config": quantization_config,
-        "gguf_file": found.gguf,
+        "attn_implementation": attn_implementation,
+        "dtype": kind,
+        "revision": revision or "main",
+        "trust_remote_code": trust_remote_code,
         **_divided(tp_plan),
     }
     config, began = None, time.time_ns()
     try:
         config = _config(found, revision, trust_remote_code)
         _tell(found, config, kind)
-        model, loaded = opener(config).from_pretrained(
-            found.folder,
-            **({} if found.gguf is None else {"config": config}),
-            dtype=kind,
-            attn_implementation=attn_implementation,
-            revision=revision or "main",
-            trust_remote_code=trust_remote_code,
-            # Otherwise it raises where shapes differ, and names none of them.
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **{name: value for name, value in given.items() if value is not None},
-        )
+        model, loaded = _loaded(found, config, given, began)
     except InputError:
         raise
     except (AttributeError, TypeError, AssertionError, ValueError) as error:
@@ -155,8 +148,6 @@ def open_model(
         raise InputError(f"cannot load a causal LM from {path}: {reason}") from error
     except Exception as error:
         raise InputError(f"cannot load a causal LM from {path}: {reason_of(error)}") from error
-    if found.gguf is not None:
-        as_plain(model, found)
     if (difference := mismatch(model, loaded)) is not None:
         raise InputError(
             f"the checkpoint {path} does not fit {type(model).__name__}: {difference}; get a complete checkpoint, or "
@@ -171,6 +162,41 @@ def open_model(
     model = model.eval() if stays else model.to(place).eval()
     note_files(model, weight_files(found, revision), began)
     return model
+
+
+def _loaded(
+    place: Place, config: PreTrainedConfig, given: Mapping[str, Any], began: int
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """A model, and what transformers tells of its loading.
+
+    The weights of a GGUF file are unpacked once and kept, and then mapped from there, so that they need not stay in
+    memory.
+    """
+    if place.file is None:
+        return _read(config, place.folder, given)
+    plain = {**given, "config": config, "quantization_config": None}
+    kept = unpacked.kept(place.file, given["dtype"])
+    if kept is None:
+        blocks = {"gguf_file": place.gguf, "quantization_config": given["quantization_config"]}
+        model, loaded = _read(config, place.folder, plain | blocks)
+        as_plain(model, place)
+        kept = unpacked.keep(model, place.file, given["dtype"], began) if mismatch(model, loaded) is None else None
+        if kept is None:
+            return model, loaded
+    model, loaded = _read(config, str(kept), plain)
+    return as_plain(model, place), loaded
+
+
+def _read(config: PreTrainedConfig, folder: str, given: Mapping[str, Any]) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """A model, and what transformers tells of its loading. Options that are None are left out."""
+    found: tuple[PreTrainedModel, Mapping[str, Any]] = opener(config).from_pretrained(
+        folder,
+        # Otherwise it raises where shapes differ, and names none of them.
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    return found
 
 
 def weight_files(place: Place, revision: str | None) -> list[Path]:
