@@ -11,7 +11,7 @@ import gguf
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen2Config
 
 import outrider
 from outrider import InputError, Sampling
@@ -68,7 +68,7 @@ def test_the_weights_of_a_file_are_unpacked_once_and_again_when_the_file_changes
 
     aged(file)
     first = open_model(str(file))
-    [folder] = (tmp_path / "cache" / "unpacked").iterdir()
+    [folder] = (each.parent for each in (tmp_path / "cache" / "unpacked").glob("*/model.safetensors"))
     written = (folder / "model.safetensors").stat().st_mtime_ns
     again = open_model(str(file))
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
@@ -80,8 +80,31 @@ def test_the_weights_of_a_file_are_unpacked_once_and_again_when_the_file_changes
     write_gguf(file, other, tokenizer, kind="Q8_0")
     aged(file)
     assert weights_of(open_model(str(file))) != weights_of(first)
-    assert len(list((tmp_path / "cache" / "unpacked").iterdir())) == 1
+    assert len(list((tmp_path / "cache" / "unpacked").glob("*/model.safetensors"))) == 1
     assert (folder / "model.safetensors").stat().st_mtime_ns != written
+
+
+def test_the_tokenizer_and_the_config_of_a_file_are_read_once(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    file = write_gguf(tmp_path / "m.gguf", tiny("qwen2"), tokenizer, kind="Q8_0")
+    os.utime(file, ns=(0, file.stat().st_mtime_ns - 10**10))
+    first = open_tokenizer(str(file)), open_config(str(file))
+    reading._config.cache_clear()
+
+    for kind in (AutoTokenizer, AutoConfig):
+        read = kind.from_pretrained
+
+        def checked(place, *, read=read, **options):
+            assert "gguf_file" not in options, "the file was read again"
+            return read(place, **options)
+
+        monkeypatch.setattr(kind, "from_pretrained", checked)
+    again = open_tokenizer(str(file)), open_config(str(file))
+    text = "Once upon a time, 12 dogs.<|end|>"
+    assert first[0](text).input_ids == again[0](text).input_ids
+    assert first[0].chat_template == again[0].chat_template
+    assert first[0].name_or_path == again[0].name_or_path == str(file)
+    assert first[1].to_dict() == again[1].to_dict()
 
 
 def test_weights_that_cannot_be_kept_are_unpacked_all_the_same(tmp_path, tokenizer, monkeypatch):

@@ -10,6 +10,7 @@ import copy
 import importlib.util
 import mmap
 import struct
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from transformers import AutoConfig, GgufConfig, PreTrainedConfig, PreTrainedMod
 from outrider.core.inputs import needs
 from outrider.core.place import Place
 from outrider.core.types import InputError
+from outrider.lm.hf import unpacked
 
 LIBRARIES = ("gguf", "accelerate")
 """What transformers needs to read a GGUF file."""
@@ -95,8 +97,14 @@ def gguf_config(place: Place) -> PreTrainedConfig:
     file = place.file
     assert file is not None
     header(file)
-    seen = file.stat()
-    return copy.deepcopy(_config(place.folder, str(place.gguf), seen.st_size, seen.st_mtime_ns))
+    began, kept = time.time_ns(), unpacked.kept(file, "config")
+    if kept is None:
+        seen = file.stat()
+        config = _config(place.folder, str(place.gguf), seen.st_size, seen.st_mtime_ns)
+        kept = unpacked.keep(file, "config", config.save_pretrained, began)
+    found = copy.deepcopy(config) if kept is None else AutoConfig.from_pretrained(kept)
+    found.name_or_path = place.name
+    return found
 
 
 def dequantised() -> GgufConfig:

@@ -175,14 +175,16 @@ def _loaded(
     if place.file is None:
         return _read(config, place.folder, given)
     plain = {**given, "config": config, "quantization_config": None}
-    kept = unpacked.kept(place.file, given["dtype"])
+    dtype = str(given["dtype"])
+    kept = unpacked.kept(place.file, dtype)
     if kept is None:
         blocks = {"gguf_file": place.gguf, "quantization_config": given["quantization_config"]}
         model, loaded = _read(config, place.folder, plain | blocks)
         as_plain(model, place)
-        kept = unpacked.keep(model, place.file, given["dtype"], began) if mismatch(model, loaded) is None else None
-        if kept is None:
+        whole = mismatch(model, loaded) is None
+        if not whole or (kept := unpacked.keep(place.file, dtype, model.save_pretrained, began)) is None:
             return model, loaded
+        log.info("its weights were unpacked into %s, and are read from there from now on", kept)
     model, loaded = _read(config, str(kept), plain)
     return as_plain(model, place), loaded
 
@@ -535,15 +537,25 @@ def open_tokenizer(
     elif Path(path).is_dir() and not any(Path(path).glob("*token*")) and not any(Path(path).glob("vocab*")):
         base = base_of(path)
         return None if base is None else open_tokenizer(base, trust_remote_code=trust_remote_code)
-    given = {} if place.gguf is None else {"gguf_file": place.gguf}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            place.folder, revision=revision or "main", trust_remote_code=trust_remote_code, **given
+        if place.file is not None:
+            return _tokenizer_of_gguf(place, place.file)
+        return AutoTokenizer.from_pretrained(
+            place.folder, revision=revision or "main", trust_remote_code=trust_remote_code
         )
     except Exception as error:
         raise InputError(f"cannot load a tokenizer from {path}: {reason_of(error)}") from error
-    if place.gguf is not None:
-        tokenizer.name_or_path = place.name
+
+
+def _tokenizer_of_gguf(place: Place, file: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a GGUF file. Raises what transformers raises."""
+    began, kept = time.time_ns(), unpacked.kept(file, "tokenizer")
+    if kept is None:
+        tokenizer = AutoTokenizer.from_pretrained(place.folder, gguf_file=place.gguf)
+        kept = unpacked.keep(file, "tokenizer", tokenizer.save_pretrained, began)
+    if kept is not None:
+        tokenizer = AutoTokenizer.from_pretrained(kept)
+    tokenizer.name_or_path = place.name
     return tokenizer
 
 
