@@ -29,11 +29,11 @@ class Matcher(Protocol):
         ...
 
     def accept(self, token: int) -> bool:
-        """Advance by a token. False leaves the position as it was."""
+        """Advance by a token. False leaves the position as it was. Raises InputError as `fill`."""
         ...
 
-    def rollback(self, count: int) -> None:
-        """Take back the last `count` accepted tokens."""
+    def fork(self) -> "Matcher":
+        """A copy that changes by itself."""
         ...
 
 
@@ -42,11 +42,14 @@ class GrammarState:
     """The position of one request in its grammar; changes in place.
 
     Attributes:
-        matcher: Stands at the newest committed token between calls.
-        rows: Masks of this step so far, by the tokens since the newest committed one.
+        matcher: Stands at the newest committed token.
+        nodes: The matchers of this step's nodes so far, by the tokens since the newest committed one; None for nodes
+            that the grammar does not reach.
+        rows: Their masks.
     """
 
     matcher: Matcher
+    nodes: dict[tuple[int, ...], Matcher | None] = field(default_factory=dict)
     rows: dict[tuple[int, ...], Int[Tensor, " words"]] = field(default_factory=dict)
 
 
@@ -54,8 +57,9 @@ class GrammarState:
 class GrammarConstraint:
     """A compiled grammar.
 
-    The masks of a draft come from one depth-first walk of the automaton, which rolls a token back when it turns round.
-    Masks that were computed while the draft grew are reused when it is verified.
+    Each node of a draft has a matcher, forked from its parent's. Matchers and masks that were made while the draft grew
+    are reused when it is verified. Nothing is rolled back: after a rollback, llguidance 1.9.1 may give the mask of the
+    text that was taken back.
 
     Attributes:
         begin: Makes a matcher at the grammar's beginning.
@@ -78,43 +82,50 @@ class GrammarConstraint:
         paths: list[tuple[int, ...]] = []
         for token, parent in zip(tokens, parents, strict=True):
             paths.append(() if parent < 0 else (*paths[parent], token))
-        walked: list[int] = []
+        # A node comes behind its parent.
         for path in sorted(set(paths).difference(own.rows)):
-            shared = next((i for i, (a, b) in enumerate(zip(walked, path, strict=False)) if a != b), len(walked))
-            own.matcher.rollback(len(walked) - shared)
-            del walked[shared:]
-            while len(walked) < len(path) and self._goes_on(own, walked, path[len(walked)]):
-                walked.append(path[len(walked)])
-            row = self._row(own) if len(walked) == len(path) else self._silence()
+            matcher = own.nodes[path] = self._next(own, path) if path else own.matcher
+            row = self._silence() if matcher is None else self._row(matcher)
             if not row.any():
                 if not path:
                     raise InputError(self._stuck())
                 # The draft left the grammar's reachable part; plain decoding would not have come here.
                 row = self._silence()
             own.rows[path] = row
-        own.matcher.rollback(len(walked))
         return torch.stack([own.rows[path] for path in paths])
 
     def commit(self, state: object, tokens: Sequence[int]) -> None:
+        """Advance by emitted tokens. Raises InputError if the library does not accept a token that it allows."""
         own = _state(state)
+        own.nodes.clear()
         own.rows.clear()
         for token in tokens:
-            if own.matcher.ended or not own.matcher.accept(token):
-                if not own.matcher.ended and not self._row(own).any():
+            if not own.matcher.ended:
+                if own.matcher.accept(token):
+                    continue
+                row = self._row(own.matcher)
+                if not row.any():
                     raise InputError(self._stuck())
-                raise RuntimeError(f"token {token} was emitted against {self.name}")
+                if _allows(row, token):
+                    raise InputError(
+                        f"{self.library} allows token {token} in {self.name} and does not accept it; write the "
+                        "grammar in another way"
+                    )
+            raise RuntimeError(f"token {token} was emitted against {self.name}")
 
-    def _goes_on(self, state: GrammarState, walked: Sequence[int], token: int) -> bool:
-        """Advance by a token, if the current mask allows it."""
-        row = state.rows[tuple(walked)]
-        allowed = bool(int(row[token // 32]) >> token % 32 & 1)
-        return allowed and not state.matcher.ended and state.matcher.accept(token)
+    def _next(self, state: GrammarState, path: tuple[int, ...]) -> Matcher | None:
+        """The matcher of a node, forked from its parent's; None if the parent's mask forbids the token."""
+        parent, token = state.nodes[path[:-1]], path[-1]
+        if parent is None or parent.ended or not _allows(state.rows[path[:-1]], token):
+            return None
+        matcher = parent.fork()
+        return matcher if matcher.accept(token) else None
 
-    def _row(self, state: GrammarState) -> Int[Tensor, " words"]:
+    def _row(self, matcher: Matcher) -> Int[Tensor, " words"]:
         """The mask at the matcher's position; all ones behind the end."""
         row = self._silence()
-        if not state.matcher.ended:
-            state.matcher.fill(row)
+        if not matcher.ended:
+            matcher.fill(row)
         return row
 
     def _silence(self) -> Int[Tensor, " words"]:
@@ -123,6 +134,10 @@ class GrammarConstraint:
 
     def _stuck(self) -> str:
         return f"no token of the vocabulary goes on with {self.name}; it cannot be fulfilled here"
+
+
+def _allows(row: Int[Tensor, " words"], token: int) -> bool:
+    return bool(int(row[token // 32]) >> token % 32 & 1)
 
 
 def _state(state: object) -> GrammarState:

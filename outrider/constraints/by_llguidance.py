@@ -7,7 +7,7 @@ References:
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,10 @@ ESCAPES = 'nrbtf\\"'
 """Letters of the escapes in strings. With \\u the name of a property that is not listed may spell a listed one."""
 NOT_ROLLED_BACK = re.compile(r"\[[^\]\n]*\b(max_tokens|stop)\b[^\]\n]*\]\s*:")
 """Options of Lark rules after which a matcher cannot take tokens back."""
+FREE = '\n%llguidance {"no_forcing": true}\n'
+"""What allows every token with which the grammar can go on. Otherwise llguidance allows only one way to split a text
+that must come, and that way may hold added tokens, which it then does not accept. The last of such lines counts.
+"""
 
 
 def compiled(
@@ -48,7 +52,8 @@ def compiled(
         raise needs("a grammar", "llguidance", "grammar") from error
     reader = _reader(tokenizer, vocab_size, eos_ids)
     limits = llguidance.LLParserLimits(verbose_errors=False)
-    made = [llguidance.LLMatcher(reader, text, log_level=0, limits=limits) for text in _texts(grammar, tokenizer)]
+    texts = [text + FREE for text in _texts(grammar, tokenizer)]
+    made = [llguidance.LLMatcher(reader, text, log_level=0, limits=limits) for text in texts]
     if made[-1].is_error():
         raise InputError(_reason(made[-1].get_error()))
     first = next(matcher for matcher in made if not matcher.is_error())
@@ -87,41 +92,35 @@ class LLGuidanceMatcher:
             return self.ended
         return not self.inner.is_stopped() and self.inner.try_consume_tokens([token]) == 1
 
-    def rollback(self, count: int) -> None:
-        if count and self.ended:
-            self.ended, count = False, count - 1
-        if count:
-            self.inner.rollback(count)
+    def fork(self) -> "LLGuidanceMatcher":
+        return replace(self, inner=self.inner.deep_copy())
 
 
 def _reason(message: str) -> str:
     """The line of a message that says what is wrong, without the place in rules that nobody wrote."""
     lines = message.strip().splitlines()
     error = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
-    if error.startswith("recursion limit exceeded"):
+    if "recursion limit exceeded" in error:
         return "it is nested too deeply"
     return re.sub(r'^at 1\(8\): invalid regex ".*" \(in regex\): ', "", error)
 
 
 def _texts(grammar: GrammarText, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The grammar as llguidance reads it: the preferred form first; the last one must be right."""
-    import llguidance
-
-    of = llguidance.LLMatcher
+    """The grammar in llguidance's dialect of Lark: the preferred form first; the last one must be right."""
     if grammar.kind == "JSON schema":
-        return [
-            of.grammar_from_json_schema(json.dumps(form)) for form in _schemas(grammar.text, grammar.max_whitespace)
-        ]
+        return [f"start: %json {json.dumps(form)}" for form in _schemas(grammar.text, grammar.max_whitespace)]
     if grammar.kind == "regex":
         check_pattern(grammar.text)
+        from llguidance import regex_to_lark
+
         # \d and \w are ASCII, as in ECMAScript.
-        return [of.grammar_from_regex(llguidance.regex_to_lark(grammar.text, "dw"))]
+        return [f"start: /{regex_to_lark(grammar.text, 'dw')}/"]
     if grammar.kind == "choice":
         texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text))
-        return [of.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(texts))]
+        return ["start: CHOICE\nCHOICE: " + " | ".join(texts)]
     if grammar.kind == "structural tag":
         return _tagged(grammar, tokenizer)
-    return [of.grammar_from_lark(_lark(grammar))]
+    return [_lark(grammar)]
 
 
 def _schemas(text: str, max_whitespace: int | None) -> list[dict[str, Any]]:

@@ -79,7 +79,7 @@ def compiled(
         rules = grammar.text if grammar.kind == "EBNF" else narrowed(schema, grammar.max_whitespace)
         automaton = compiler.compile_grammar(rules)
     except (RuntimeError, UnicodeEncodeError) as error:
-        raise InputError(ORIGIN.sub("", str(error).strip().splitlines()[0])) from error
+        raise InputError(_reason(error)) from error
     ends = sorted(eos_ids)
     return lambda: XGrammarMatcher(inner=xgrammar.GrammarMatcher(automaton, override_stop_tokens=ends))
 
@@ -95,13 +95,28 @@ class XGrammarMatcher:
         return bool(self.inner.is_terminated())
 
     def fill(self, row: Int[Tensor, " words"]) -> None:
-        self.inner.fill_next_token_bitmask(row[None])
+        try:
+            self.inner.fill_next_token_bitmask(row[None])
+        except RuntimeError as error:
+            raise _stopped(error) from error
 
     def accept(self, token: int) -> bool:
-        return bool(self.inner.accept_token(token))
+        try:
+            return bool(self.inner.accept_token(token))
+        except RuntimeError as error:
+            raise _stopped(error) from error
 
-    def rollback(self, count: int) -> None:
-        self.inner.rollback(count)
+    def fork(self) -> "XGrammarMatcher":
+        return XGrammarMatcher(inner=self.inner.fork())
+
+
+def _reason(error: Exception) -> str:
+    """The line of a message that says what is wrong."""
+    return ORIGIN.sub("", str(error).strip().splitlines()[0])
+
+
+def _stopped(error: RuntimeError) -> InputError:
+    return InputError(f"xgrammar cannot go on with the grammar: {_reason(error)}")
 
 
 def narrowed(schema: Schema, max_whitespace: int | None = None) -> str:

@@ -15,11 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance.hf import from_tokenizer
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 import outrider
 from outrider import InputError, Sampling
 from outrider.constraints import grammar
 from outrider.constraints.automaton import GrammarConstraint, GrammarState
+from outrider.constraints.by_llguidance import LLGuidanceMatcher
 from outrider.constraints.grammar import any_json, choice, ebnf, json_schema, lark, regex, rules, structural_tag
 from outrider.core.sampling import masked, pack, unpacked
 from outrider.core.types import Request
@@ -27,6 +29,7 @@ from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
 from tests.world import models
 from tests.world.automaton import After
+from tests.world.tokenizers import byte_level
 from tests.world.zoo import VOCAB
 
 llguidance = pytest.importorskip("llguidance")
@@ -117,7 +120,7 @@ def test_greedy_output_is_what_masking_the_models_own_logits_gives(pair):
     [out] = pair.generate([PROMPT], max_new_tokens=40, sampling=GREEDY, constraint=rule)
     tokens = pair.encode(PROMPT)
     reader = from_tokenizer(pair.tokenizer, n_vocab=8192, eos_token=sorted(pair.eos_ids))
-    matcher = llguidance.LLMatcher(reader, llguidance.LLMatcher.grammar_from_regex(SENTENCE))
+    matcher = llguidance.LLMatcher(reader, f'%llguidance {{"no_forcing": true}}\nstart: /{SENTENCE}/')
     start = len(tokens)
     while not matcher.is_stopped():
         with torch.no_grad():
@@ -259,6 +262,106 @@ def test_special_tokens_are_no_text(pair):
     special = set(pair.tokenizer.all_special_ids)
     assert [i for i in special if row[i] == 0] == sorted(pair.eos_ids)
     assert special - pair.eos_ids
+
+
+SPELT = "<|call|>"
+"""An added token of the tokenizers below, as text."""
+
+
+def spelling(special: bool) -> PreTrainedTokenizerFast:
+    tokenizer = byte_level(300)
+    tokenizer.add_tokens([AddedToken(SPELT, special=special, normalized=False)])
+    return tokenizer
+
+
+def shipped() -> PreTrainedTokenizerFast:
+    return outrider.load(drafter="none").tokenizer
+
+
+def forced(mark: str) -> list[tuple[grammar.Grammar, list[str]]]:
+    """Grammars, each with all of its texts."""
+    named = {"type": "object", "properties": {mark: {"const": 1}}, "required": [mark], "additionalProperties": False}
+    return [
+        (regex(f"A {re.escape(mark)} hi"), [f"A {mark} hi"]),
+        (choice([f"the {mark}b", f"the {mark} sea", "they"]), [f"the {mark}b", f"the {mark} sea", "they"]),
+        (json_schema({"const": f"x{mark}y"}), [json.dumps(f"x{mark}y")]),
+        (json_schema({"enum": [f"{mark}y", "cat"]}), [json.dumps(f"{mark}y"), '"cat"']),
+        (json_schema(named, 0), [json.dumps({mark: 1})]),
+        (lark(f'start: "a{mark}b"'), [f"a{mark}b"]),
+        (lark(f'%llguidance {{"no_forcing": false}}\nstart: "a{mark}b"'), [f"a{mark}b"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "mark"),
+    [
+        pytest.param(lambda: spelling(True), SPELT, id="special"),
+        pytest.param(lambda: spelling(False), SPELT, id="added"),
+        pytest.param(shipped, "<|user|>", id="shipped"),
+    ],
+)
+def test_every_ordinary_token_that_goes_on_with_a_text_may_come_and_no_other(make, mark):
+    """Of a finite grammar the allowed tokens are known without any library: those with which one of the texts goes on,
+    however the tokenizer would split it and whatever added token the text spells.
+    """
+    tokenizer = make()
+    width, end = len(tokenizer), tokenizer.eos_token_id
+    words = {i: tokenizer.decode([i]) for i in set(range(width)) - set(tokenizer.added_tokens_decoder)}
+    for rule, texts in forced(mark):
+        constraint = rule.bind(tokenizer, width, frozenset({end}))
+        for seed in range(6):
+            dice, state, said = np.random.default_rng(seed), constraint.open(), ""
+            while True:
+                allowed = unpacked(constraint.masks(state, [0], [-1]), width)[0].nonzero()[:, 0].tolist()
+                rests = [text[len(said) :] for text in texts if text.startswith(said)]
+                wanted = {i for i, word in words.items() if any(rest.startswith(word) for rest in rests)}
+                assert set(allowed) == wanted | ({end} if "" in rests else set()), (rule.text, said)
+                token = int(dice.choice(allowed))
+                constraint.commit(state, [token])
+                if token == end:
+                    break
+                said += words[token]
+
+
+def test_a_branch_of_a_draft_changes_no_mask_of_another(pair):
+    """Rolling the matcher of llguidance 1.9.1 back from one branch gave its mask to the other."""
+    schema = {
+        "type": "object",
+        "properties": {"n": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "v": {"type": "string", "maxLength": 12}},
+    }
+    constraint = json_schema(schema, 0).bind(pair.tokenizer, 8192, pair.eos_ids)
+    begun, one, other = ([94, 5, 81, 5, 29, 1864, 5], [89, 2978], [81, 5, 29])
+    assert [pair.tokenizer.decode(each) for each in (begun, one, other)] == ['{"n": {"', 'v":', 'n":']
+    state, fresh = constraint.open(), constraint.open()
+    constraint.commit(state, begun)
+    constraint.masks(state, [0, *one], [-1, 0, 1])
+    after = constraint.masks(state, [0, *other], [-1, 0, 1, 2])[-1]
+    constraint.commit(fresh, [*begun, *other])
+    assert torch.equal(after, constraint.masks(fresh, [0], [-1])[0])
+
+
+def test_outputs_may_spell_special_tokens(pair):
+    outputs = pair.generate(
+        [PROMPT] * 2, max_new_tokens=40, sampling=GREEDY, constraint=[rule for rule, _ in forced("<|user|>")[:2]]
+    )
+    assert [out.finish_reason for out in outputs] == ["stop"] * 2
+    assert outputs[0].text == "A <|user|> hi"
+
+
+def test_a_library_that_refuses_what_it_allows_ends_the_request_with_one_sentence(monkeypatch):
+    engine = outrider.load(drafter="none")
+    monkeypatch.setattr(LLGuidanceMatcher, "accept", lambda self, token: False)
+    with pytest.raises(InputError, match=r"^llguidance allows token \d+ in the regex no and does not accept it"):
+        engine.generate([PROMPT], max_new_tokens=4, constraint=regex("no"))
+    assert not engine.busy
+
+
+def test_an_error_of_xgrammar_is_one_sentence(pair):
+    matcher = ebnf('root ::= "a"').bind(pair.tokenizer, 8192, pair.eos_ids).begin()
+    assert matcher.accept(pair.encode("a")[0])
+    assert matcher.accept(min(pair.eos_ids))
+    with pytest.raises(InputError, match=r"^xgrammar cannot go on with the grammar: [^\n]+$"):
+        matcher.fill(torch.zeros(8192 // 32, dtype=torch.int32))
 
 
 def test_a_vocabulary_padded_beyond_the_tokenizer_is_never_drawn_from():
