@@ -67,6 +67,9 @@ MODELS = {
 """SmolLM2-135M-Instruct (Q4_1), Qwen2.5-Coder 0.5B and 1.5B Instruct and gemma-3-270m (Q4_K_M)."""
 
 
+QUICK = {"models": "smollm2", "gguf_only": True}
+
+
 def models_folder() -> Path:
     """Where the models are kept: in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider" / "models"
@@ -130,12 +133,11 @@ def unpacked(name: str, folder: Path) -> Path:
 
 def main(
     models: Annotated[str, typer.Option(help="Names with commas.")] = ",".join(MODELS),
-    folder: Annotated[
-        Path, typer.Option(help="Where they are kept; by default in the user's cache.", show_default=False)
-    ] = models_folder(),  # noqa: B008
+    out: Annotated[Path | None, typer.Option(help="Where they are kept; by default in the user's cache.")] = None,
     gguf_only: Annotated[bool, typer.Option("--gguf-only", help="Make no folders of safetensors.")] = False,
 ) -> None:
     """Fetch models, and print where they are."""
+    folder = out or models_folder()
     for name in chosen(models):
         print(f"{name}: {fetched(name, folder)}" + ("" if gguf_only else f", {unpacked(name, folder)}"))
 

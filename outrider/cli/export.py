@@ -1,6 +1,7 @@
 """outrider export: hand a drafter to another engine. Imports nothing heavy."""
 
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,7 +119,10 @@ def export(options: ExportOptions, as_json: bool) -> int:
         from outrider.handoff.convert import convert
 
         convert(order, found.handed, options.llama_cpp / CONVERTER, options.engine_python or Path(sys.executable))
-    return 0 if python is None else _check(order.out, python, _asked(options, target))
+    if python is None:
+        return 0
+    with tempfile.TemporaryDirectory() as room:
+        return _check(order.out, python, _asked(options, target, Path(room)))
 
 
 def _python(options: ExportOptions) -> Path | None:
@@ -143,9 +147,17 @@ def _python(options: ExportOptions) -> Path | None:
     return python
 
 
-def _asked(options: ExportOptions, target: str) -> list[str]:
-    """The arguments of the smoke test."""
-    return ["--target", target] if options.check_url is None else ["--url", options.check_url]
+def _asked(options: ExportOptions, target: str, room: Path) -> list[str]:
+    """The arguments of the smoke test.
+
+    Args:
+        room: An empty folder for the weights of a GGUF file, if the engine reads none.
+    """
+    if options.check_url is not None:
+        return ["--url", options.check_url]
+    from outrider.handoff.source import as_folder
+
+    return ["--target", as_folder(target, str(options.to), room)]
 
 
 def _print(found: "Exported") -> None:

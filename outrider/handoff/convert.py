@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 from outrider.core.inputs import InputError
+from outrider.core.place import place_of
 from outrider.handoff.engines.llama import SIZES
 from outrider.handoff.handed import Handed
 from outrider.handoff.order import Order, is_local
@@ -22,7 +23,16 @@ def convert(order: Order, handed: Handed, script: Path, python: Path) -> None:
     if not is_local(order.target):
         raise InputError(f"llama.cpp converts folders, and the target {order.target} is a hub id; give its folder")
     size = SIZES.get(handed.dtype, "f16")
-    models: list[tuple[str, str, list[str]]] = [(order.target, "target.gguf", [])]
+    file, models = place_of(order.target).file, list[tuple[str, str, list[str]]]()
+    if file is None:
+        models.append((order.target, "target.gguf", []))
+    else:
+        (order.out / "target.gguf").symlink_to(file.resolve())
+    if handed.has_files and handed.method != "draft-simple" and file is not None:
+        raise InputError(
+            f"llama.cpp converts a {handed.name} head beside its target's folder, and the target is the file {file}; "
+            "give the folder of the target"
+        )
     if handed.has_files:
         own = [] if handed.method == "draft-simple" else ["--target-model-dir", order.target]
         models.append((str(order.out), "draft.gguf", own))

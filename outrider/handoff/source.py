@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -10,14 +11,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from outrider import catalog
 from outrider.core.inputs import InputError, field_values, unknown
+from outrider.core.place import place_of
 from outrider.drafters.exports import Exports
 from outrider.drafters.traits import Traits, exports_of
+from outrider.handoff.engines import KNOWN
 from outrider.handoff.order import Order
 from outrider.heads.head import Head, TrainedHead
 from outrider.heads.objective import HeadContext
 from outrider.heads.spec import HeadSpec
 from outrider.lm.hf.checkpoint import Checkpoint, TargetShape
 from outrider.lm.hf.open import logit_width, open_model, open_tokenizer
+from outrider.lm.hf.tokenizer_files import write_tokenizer
 from outrider.lm.target_info import TargetInfo
 
 DEPTH = 5
@@ -152,6 +156,19 @@ def open_source(order: Order) -> Source:
         place=str(path or ""),
         unused=_fields_beside(drafter, READ),
     )
+
+
+def as_folder(target: str, engine: str, room: Path) -> str:
+    """A target as an engine takes it: the weights and the tokenizer of a GGUF file are written into a folder, where the
+    engine reads no such files.
+    """
+    if KNOWN[engine].reads_gguf or place_of(target).file is None:
+        return target
+    open_model(target).save_pretrained(room)
+    tokenizer = open_tokenizer(target)
+    if tokenizer is not None:
+        write_tokenizer(tokenizer, room)
+    return str(room)
 
 
 def _allowed(name: str, kind: Any, engine: str) -> Exports:

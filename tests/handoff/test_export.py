@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import outrider
 from outrider import catalog
@@ -21,8 +21,10 @@ from outrider.drafters.traits import exports_of
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.handoff import smoke
 from outrider.handoff.checks import check, openvino
+from outrider.handoff.checks import transformers as transformers_check
 from outrider.handoff.export import LAUNCH, export
 from outrider.handoff.order import Order
+from outrider.handoff.source import as_folder
 from outrider.heads.parts.block_exports import exported_config
 from outrider.heads.parts.block_formats import Answers, Sight, block_config
 from outrider.heads.spec import HeadSpec
@@ -33,6 +35,7 @@ from outrider.lm.target_info import TargetInfo
 from tests.cli.runs import run
 from tests.world.block_heads import block_head
 from tests.world.forced import forced_guesses
+from tests.world.gguf_files import write_gguf
 from tests.world.heads import CHECKPOINTS
 from tests.world.learners import head_learner, moved
 from tests.world.models import llama
@@ -502,6 +505,20 @@ def test_an_exported_draft_model_has_a_tokenizer_that_older_versions_of_transfor
     found = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert found["tokenizer_class"] != "TokenizersBackend"
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_a_gguf_target_is_checked_as_the_engine_takes_it(engine, tmp_path):
+    model, tokenizer = llama().float(), AutoTokenizer.from_pretrained(EMBEDDED_TARGET)
+    file = write_gguf(tmp_path / "target.gguf", model, tokenizer)
+    (tmp_path / "room").mkdir()
+    place = as_folder(str(file), engine, tmp_path / "room")
+    if engine == "transformers":
+        assert place == str(file)
+        assert transformers_check.place(place)["gguf_file"] == "target.gguf"
+    else:
+        assert all(map(torch.equal, open_model(place).parameters(), open_model(str(file)).parameters()))
+        assert AutoTokenizer.from_pretrained(place)("Once").input_ids == tokenizer("Once").input_ids
 
 
 def test_openvino_gets_the_names_that_older_versions_of_transformers_read(target, tmp_path):

@@ -14,6 +14,8 @@ from recipes import options
 from recipes.__main__ import command, main, recipes, with_quick
 
 NAMES = list(recipes())
+MAKERS = ("stand_in", "embedded_pair", "moe_target", "answers")
+"""Recipes that make models or answers."""
 
 
 def test_recipes_are_listed_with_a_line_each(capsys):
@@ -32,7 +34,7 @@ def test_every_recipe_has_a_quick_form_and_writes_only_when_asked(name):
         assert quick[option].default == value
     out = inspect.signature(module.main).parameters["out"].default
     # What a recipe makes is a folder of models, or its results, which nobody gets unasked.
-    assert out is None or (out is inspect.Parameter.empty and name in ("stand_in", "embedded_pair", "moe_target"))
+    assert out is None or (out is inspect.Parameter.empty and name in MAKERS)
 
 
 def test_options_that_are_given_count_before_those_of_the_quick_form(capsys):

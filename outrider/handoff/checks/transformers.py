@@ -12,13 +12,20 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 
 
+def place(target: str) -> dict[str, str]:
+    """Where a model is, as `from_pretrained` takes it."""
+    if target.endswith(".gguf") and Path(target).is_file():
+        return {"pretrained_model_name_or_path": str(Path(target).parent), "gguf_file": Path(target).name}
+    return {"pretrained_model_name_or_path": target}
+
+
 def loaded(expected: Mapping[str, Any], target: str) -> tuple[Any, dict[str, Any]]:
     """The target, and the arguments of its `generate` that make it draft."""
     import torch
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, expected["dtype"])
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(**place(target), dtype=dtype)
     if expected["method"] == "assistant_model":
         return model, {"assistant_model": AutoModelForCausalLM.from_pretrained(HERE, dtype=dtype)}
     options: dict[str, Any] = {"custom_generate": str(HERE), "trust_remote_code": True}
@@ -61,7 +68,7 @@ def answer(target: str, prompt: str, new_tokens: int) -> str:
 
     expected = json.loads((HERE / "expected.json").read_text(encoding="utf-8"))
     model, options = loaded(expected, target)
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(**place(target))
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -19,6 +19,7 @@ class Engine:
         check: The file in `outrider/handoff/checks` that decodes with it.
         digests_first: Whether the prompt's own forward says the first token, without a draft.
         serves: Whether the script starts a server.
+        reads_gguf: Whether it takes a GGUF file as the target.
         tree: Whether it verifies drafts that branch, for drafters of this method.
     """
 
@@ -29,6 +30,7 @@ class Engine:
     check: str
     language: str = "sh"
     serves: bool = True
+    reads_gguf: bool = False
     digests_first: bool = True
     tree: Callable[[Handed], bool] = lambda handed: False
 

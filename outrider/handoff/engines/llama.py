@@ -16,8 +16,11 @@ def launch(handed: Handed) -> Sequence[str]:
     lines = [
         *handed.heading,
         ': "${LLAMA_CPP:?set LLAMA_CPP to llama.cpp\'s folder}"',
-        ': "${TARGET_DIR:?set TARGET_DIR to the target\'s folder}"',
-        f'[ -f "$HERE/target.gguf" ] || {convert} "$TARGET_DIR" --outtype {size} --outfile "$HERE/target.gguf"',
+        ': "${TARGET_DIR:?set TARGET_DIR to the target\'s folder, or to its GGUF file}"',
+        'case "$TARGET_DIR" in',
+        '*.gguf) ln -sf "$TARGET_DIR" "$HERE/target.gguf" ;;',
+        f'*) [ -f "$HERE/target.gguf" ] || {convert} "$TARGET_DIR" --outtype {size} --outfile "$HERE/target.gguf" ;;',
+        "esac",
     ]
     # The target has its name from the folder here.
     lines = [line for line in lines if "TARGET:" not in line]
@@ -54,4 +57,4 @@ def losses(handed: Handed) -> Sequence[str]:
     return found
 
 
-ENGINE = Engine(title="llama.cpp", launch=launch, use=asked(8080), losses=losses, check="llama.py")
+ENGINE = Engine(title="llama.cpp", launch=launch, use=asked(8080), losses=losses, check="llama.py", reads_gguf=True)

@@ -49,6 +49,7 @@ ENGINE = Engine(
     losses=losses,
     check="transformers.py",
     serves=False,
+    reads_gguf=True,
     digests_first=False,
     tree=lambda handed: handed.method == "custom_generate",
 )
