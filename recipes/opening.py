@@ -22,6 +22,7 @@ from outrider.bench.evidence import Estimate, Row
 from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
+from outrider.core.progress import task
 from recipes import options
 from recipes.memory import ASSETS, Process
 
@@ -114,17 +115,17 @@ def main(
     """Measure seconds and memory of opening a model, over those of from_pretrained and of the weights."""
     chosen = [Process(name=way) for way in dict.fromkeys([BARE, *ways.split(",")])]
     with folder(out, "opening", {"target": target, "draft": draft, "rounds": rounds, "threads": threads}) as place:
-        warm = place.progress.add_task("warm-up", total=len(chosen))
-        for way in chosen:
-            opened(way.name, target, draft, threads)
-            place.progress.advance(warm)
+        with task("warm-up", len(chosen), "runs") as bar:
+            for way in chosen:
+                opened(way.name, target, draft, threads)
+                bar.advance()
 
         def one(turn: Turn[Process, Process]) -> Row:
             return {"way": turn.way.name, **opened(turn.way.name, target, draft, threads)}
 
         rows = place.take("measured", turns(chosen, chosen[:1], rounds=rounds), one)
         found = summarise(rows)
-        head = ("way", "forward", "seconds", f"over {BARE} (goal {MOST_SECONDS})")
+        head: tuple[str, ...] = ("way", "forward", "seconds", f"over {BARE} (goal {MOST_SECONDS})")
         head += tuple(f"{name}, over the weights (goal {MOST_MEMORY})" for name in list(found[BARE])[2:])
         kinds = {row["way"]: row["forward"] for row in rows}
         lines = [[way, kinds[way], *(each.text() for each in own.values())] for way, own in found.items()]
