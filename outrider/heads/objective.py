@@ -120,6 +120,14 @@ class HeadObjective(Learner):
     def places_of(self, documents: Sequence[Document], max_length: int) -> Float[Tensor, " guesses"]:
         """How many places of some texts each guess has, in rows of at most so many tokens."""
 
+    def head_tokens(self, length: int) -> int:
+        """Positions at which the head's layers run in a step, for a row of so many tokens."""
+        return length
+
+    @abstractmethod
+    def guess_rows(self, length: int) -> int:
+        """Rows of logits that are learnt in a step, for a row of so many tokens."""
+
     @abstractmethod
     def judged(self, batch: Batch, depth: int) -> Judged:
         """Drafts along the texts of a batch, as `outrider.learning.learner.Judging` says."""
@@ -178,6 +186,9 @@ class GuessObjective(HeadObjective):
     @abstractmethod
     def logits(self, hidden: Float[Tensor, "*batch hidden"], number: int) -> Float[Tensor, "*batch width"]:
         """Logits of guess `number`, from what `guesses` gives."""
+
+    def guess_rows(self, length: int) -> int:
+        return length * self.num_guesses
 
     def counted(self, batch: Batch) -> Collection[int]:
         """The guesses that the loss of a step counts; by default all."""

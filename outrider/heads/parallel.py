@@ -371,6 +371,12 @@ class ParallelObjective(FeatureObjective):
         """One guess at the last place of the text, and one at each slot."""
         return self.head.num_slots + 1
 
+    def head_tokens(self, length: int) -> int:
+        return length + self.head.num_slots * min(length, self.options.num_groups or length)
+
+    def guess_rows(self, length: int) -> int:
+        return self.head_tokens(length)
+
     @property
     def most_guesses(self) -> int:
         """One guess at the last place of the text, and one at each slot."""

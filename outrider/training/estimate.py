@@ -1,20 +1,19 @@
-"""What training needs, told before it starts: memory from the configs alone, hours from a short trial.
+"""What training needs, told before it starts, from shapes alone: no weights are read or made.
 
-The memory of weights, gradients and optimizer is exact. The memory of activations is a closed form for decoder layers
-with gated feed-forwards, counted in `tests/training/test_estimate.py` against the tensors that torch saves.
+The memory of weights, gradients and optimizer is exact. The memory of activations is a closed form, counted in
+`tests/training/test_estimate.py` against the tensors that torch saves. Hours are operations over a rate.
 """
 
+import math
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider.core.types import InputError
+from outrider.heads.objective import HeadObjective
 from outrider.learning.divergences import worth_keeping
 
 MASTER = 4
@@ -23,6 +22,12 @@ LOGIT_COPIES = 6
 """Float32 tensors of a chunk of logits at once: both models' logits, their log-probabilities, a product, a gradient."""
 KEPT_COPIES = 2
 """Tensors of all logits that stay until the backward where they are few: the drafter's and their gradients."""
+FORWARD_COPIES = 8
+"""Vectors of the width that a forward of the target holds of a token beside those that are kept."""
+PROGRAM = 400_000_000
+"""Bytes of Python and its libraries."""
+RATE_SIZE = 1024
+"""Rows and columns of the matrices whose product is timed."""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names that configs use for the number of experts."""
 HOUR, MILLION = 3600, 1e6
@@ -86,16 +91,22 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """All bytes."""
-        return self.weights + self.gradients + self.optimizer + self.target + self.activations + self.logits
+        """All bytes, with those of Python and its libraries."""
+        parts = self.weights + self.gradients + self.optimizer + self.target + self.activations + self.logits
+        return parts + PROGRAM
+
+    def share(self, part: float) -> int:
+        """Bytes of the weights, gradients and optimizer of a part of the trained parameters."""
+        return int(part * (self.weights + self.gradients + self.optimizer))
 
     def hours_per_million(self, flops_per_second: float) -> float:
-        """Hours to train on a million tokens, at a rate of operations such as `Trial.flops_per_second`."""
+        """Hours to train on a million tokens, at a rate of operations such as `operations_per_second`."""
         return self.flops_per_token * MILLION / flops_per_second / HOUR
 
     def __str__(self) -> str:
         parts = ("weights", "gradients", "optimizer", "target", "activations", "logits")
-        listed = ", ".join(f"{name} {_size(getattr(self, name))}" for name in parts if getattr(self, name))
+        listed = f"Python and its libraries {_size(PROGRAM)}, "
+        listed += ", ".join(f"{name} {_size(getattr(self, name))}" for name in parts if getattr(self, name))
         return (
             f"{self.num_trained:,} trained parameters, {self.num_frozen:,} of the target; about {_size(self.total)} of "
             f"memory: {listed}"
@@ -116,7 +127,7 @@ def estimate(
         target: The target; None if its states were captured.
         target_bytes: Bytes of a weight of the target.
     """
-    trained, frozen = _skeleton(draft), None if target is None else _skeleton(target)
+    trained, frozen = skeleton(draft), None if target is None else skeleton(target)
     num_trained, num_frozen = num_parameters(trained), 0 if frozen is None else num_parameters(frozen)
     copies = work.activation_bytes if work.activation_bytes < MASTER else 0
     chunk = min(work.chunk or work.num_tokens, work.num_tokens)
@@ -180,78 +191,76 @@ def forward_flops(model: PreTrainedModel, length: int) -> float:
     return 2 * total + 2 * width * length * text.num_hidden_layers
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """A few steps that were timed on this machine.
-
-    Attributes:
-        seconds: Time of one forward and backward pass, the fastest of all.
-        num_tokens: Tokens of that pass.
-        saved_bytes: Bytes of the tensors that the backward pass kept.
-    """
-
-    seconds: float
-    num_tokens: int
-    saved_bytes: int
-
-    @property
-    def hours_per_million(self) -> float:
-        """Hours to train on a million tokens."""
-        return self.seconds / self.num_tokens * MILLION / HOUR
-
-    def flops_per_second(self, estimate: Estimate) -> float:
-        """Operations a second, to plan the hours of other sizes on this machine."""
-        return estimate.flops_per_token * self.num_tokens / self.seconds
-
-    def __str__(self) -> str:
-        return (
-            f"{self.hours_per_million:.2g} hours per million tokens on this machine; the backward pass keeps "
-            f"{_size(self.saved_bytes)}"
-        )
-
-
-def trial(
-    loss: Callable[[], Float[Tensor, ""]], parameters: Sequence[nn.Parameter], *, num_tokens: int, rounds: int = 2
-) -> Trial:
-    """Run a loss forward and backward a few times. Gradients are cleared, and no weight changes.
+def head_estimate(learner: HeadObjective, target: PreTrainedModel, work: Work, *, target_bytes: int) -> Estimate:
+    """What it takes to train a head against a target.
 
     Args:
-        loss: Computes the loss of one micro-batch.
-        parameters: The trained parameters.
-        num_tokens: Tokens of the micro-batch.
-        rounds: Timed passes, after one that counts what is kept.
+        learner: The head's objective; it may be on the meta device.
+        target: The target; it may be on the meta device.
+        target_bytes: Bytes of a weight of the target.
     """
-    kept: dict[int, int] = {}
-    weights = {parameter.untyped_storage()._cdata for parameter in parameters}
+    text, width = _text(target), _width(learner)
+    trained = [p for p in learner.head.parameters() if p.requires_grad]
+    inner = [p for p in trained if p.dim() > 1 and width not in p.shape]
+    num_trained = sum(p.numel() for p in trained)
+    copies = work.activation_bytes if work.activation_bytes < MASTER else 0
+    passed, guessed = (work.rows * each for each in (learner.head_tokens(work.length), learner.guess_rows(work.length)))
+    passed_numbers = sum(math.prod(p.shape[:-2]) * sum(p.shape[-2:]) for p in inner)
+    passed_numbers += sum(3 * p.numel() for p in trained if p.dim() == 1)
+    read = work.num_tokens * (
+        text.hidden_size * (len(learner.captured_taps) + FORWARD_COPIES) + 2 * _feed_forward(text)
+    )
+    chunk = min(work.chunk or work.num_tokens, work.num_tokens)
+    # Each guess is a call of its own, whose gradients go before those of the next come.
+    at_once = guessed // getattr(learner, "num_guesses", 1)
+    kept = guessed + at_once if worth_keeping(at_once, width) else 0
+    states = guessed * text.hidden_size * work.activation_bytes
+    products = 3 * 2 * sum(p.numel() for p in inner) * passed + 4 * 2 * text.hidden_size * width * guessed
+    return Estimate(
+        num_trained=num_trained,
+        num_frozen=num_parameters(target),
+        weights=(MASTER + copies) * num_trained // work.num_shards,
+        gradients=MASTER * num_trained // work.num_shards,
+        optimizer=2 * MASTER * num_trained // work.num_shards,
+        target=target_bytes * num_parameters(target),
+        activations=passed * work.activation_bytes * passed_numbers + states + read * max(target_bytes, 2),
+        logits=(LOGIT_COPIES * 4 * chunk + work.activation_bytes * kept) * width,
+        flops_per_token=products / work.num_tokens + forward_flops(target, work.length),
+    )
 
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            kept[storage._cdata] = storage.nbytes()
-        return tensor
 
-    with saved_tensors_hooks(keep, _same):
-        value = loss()
-    value.backward()
+def output_layer_advice(learner: HeadObjective, found: Estimate) -> str | None:
+    """What to do where the output layer takes most of what a head adds to the target; None where it does not, or where
+    nothing can be done.
+    """
+    options, width = learner.options, _width(learner)
+    if getattr(options, "draft_vocab", 0) is not None or options.init_from is not None:
+        return None
+    size = sum(p.numel() for p in learner.head.parameters() if p.requires_grad and width in p.shape)
+    taken = found.share(size / max(1, found.num_trained)) + found.logits
+    if 2 * taken < found.total - found.target:
+        return None
+    return (
+        f"{_size(taken)} of it are the output layer over {width:,} tokens and its logits; --draft-vocab 32000 lets the "
+        "head guess the most frequent ones alone"
+    )
+
+
+def operations_per_second(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
+    """Operations a second of a matrix product on a device, the fastest of a few."""
+    one, other = (torch.ones(RATE_SIZE, RATE_SIZE, device=device, dtype=dtype) for _ in range(2))
     seconds = []
-    for _ in range(rounds):
-        _clear(parameters)
-        _wait(value.device)
+    for _ in range(4):
         begin = time.perf_counter()
-        loss().backward()
-        _wait(value.device)
+        _wait((one @ other).device)
         seconds.append(time.perf_counter() - begin)
-    _clear(parameters)
-    return Trial(seconds=min(seconds), num_tokens=num_tokens, saved_bytes=sum(kept.values()))
+    return 2 * RATE_SIZE**3 / min(seconds)
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _clear(parameters: Sequence[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
+def _width(learner: HeadObjective) -> int:
+    """Tokens that a head can guess."""
+    ids = getattr(learner.head, "ids", None)
+    return learner.shape.vocab_size if ids is None else len(ids)
 
 
 def _wait(device: torch.device) -> None:
@@ -259,7 +268,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _skeleton(given: PreTrainedConfig | PreTrainedModel) -> PreTrainedModel:
+def skeleton(given: PreTrainedConfig | PreTrainedModel) -> PreTrainedModel:
     """A model without weights."""
     if isinstance(given, PreTrainedModel):
         return given

@@ -5,10 +5,10 @@ with any learner.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from outrider.assembly import assemble
 from outrider.core.types import InputError, Sampling
-from outrider.heads.objective import HeadContext
+from outrider.heads.objective import HeadContext, HeadObjective
 from outrider.heads.spec import HeadSpec
 from outrider.learning.batch import Document
 from outrider.learning.divergences import CHUNK, HARD, divergence
@@ -37,8 +37,15 @@ from outrider.training.data.shards import Captured, Contents
 from outrider.training.data.sources import Part
 from outrider.training.data.vllm_states import VllmStates
 from outrider.training.decoded import DecodedPrompts
-from outrider.training.distill import Data, Distilled, distilled
-from outrider.training.estimate import Work, estimate, trial
+from outrider.training.distill import Data, distilled
+from outrider.training.estimate import (
+    Work,
+    estimate,
+    head_estimate,
+    operations_per_second,
+    output_layer_advice,
+    skeleton,
+)
 from outrider.training.loop import processes
 from outrider.training.loop.checkpoint import make_folder, newest
 from outrider.training.loop.journal import read
@@ -53,6 +60,10 @@ ANSWERS = "answers.jsonl"
 """The file of the target's answers, in the folder of the run."""
 STATES = "states"
 """The folder of the target's captured states, in the folder of the run."""
+SAMPLE = 64
+"""Documents whose lengths stand for all in an estimate."""
+EFFICIENCY = 0.5
+"""Share of the speed of a matrix product that training is taken to reach."""
 HELD_OUT = 0.05
 """Share of the documents that is watched if no other file is named."""
 
@@ -190,6 +201,11 @@ def train_drafter(plan: Plan, task: TrainTask, console: Console | None = None) -
     if plan.divergence != HARD:
         divergence(plan.divergence)
     device = place(task.settings)
+    if task.estimate or newest(task.out / FOLDER) is None:
+        planned = _estimated(plan, task, settled(task.settings, device), device)
+        (console or Console(quiet=True)).print(planned, style="cyan")
+        if task.estimate:
+            return {"estimate": planned}
     with claimed(task.out):
         return _trained(plan, task, device, console or Console(quiet=True))
 
@@ -224,7 +240,7 @@ def _trained(plan: Plan, task: TrainTask, device: torch.device, console: Console
         "watch_temperature": task.watch.watch_temperature,
     }
     console.print(f"{len(learnt):,} documents to learn from, {len(watched):,} to watch", style="cyan")
-    reads = (task.data.capture or task.data.states) and not task.estimate
+    reads = task.data.capture or task.data.states
     captured = _captured(task, learner, target, learnt, console) if reads else None
     batches = Batches(
         learnt, batch_size=settings.batch_size, max_length=settings.max_length, seed=settings.seed, captured=captured
@@ -236,11 +252,6 @@ def _trained(plan: Plan, task: TrainTask, device: torch.device, console: Console
         temperature=1 if task.watch.watch_temperature else 0,
         decode=_decode(plan, task, target, tokenizer, watched, settings.max_length),
     )
-    if task.estimate or newest(task.out / FOLDER) is None:
-        planned = _estimated(learner, target, batches, settings)
-        console.print(planned, style="cyan")
-        if task.estimate:
-            return {"estimate": planned}
     with _shown(console) as show:
         done = train(learner, batches, settings, task.out, watch, show, about=about)
     found = learner.found(done.out, watch.batches()) if processes.is_first() else {}
@@ -271,31 +282,52 @@ def _decode(
     return prompts.block_efficiency
 
 
-def _estimated(learner: Learner, target: PreTrainedModel, batches: Batches, settings: Settings) -> str:
-    """The memory and the time that training will take: from the models, and from a few passes."""
-    rows = min(settings.micro_batch_size or settings.batch_size, max(1, settings.batch_size // processes.count()))
+def _estimated(plan: Plan, task: TrainTask, settings: Settings, device: torch.device) -> str:
+    """The memory and the hours that a run will take: from configs, a few documents and the time of a matrix product."""
+    regenerated, data = plan.regenerated, task.data
+    limit = SAMPLE if data.limit is None else min(SAMPLE, data.limit)
+    documents = read_documents(
+        data.data, open_tokenizer(task.target), part=_part(data), limit=limit, prompts=regenerated
+    )
+    answer = max(1, settings.max_length // 2) if regenerated else 0
+    lengths = [min(len(each.tokens) + answer, settings.max_length) for each in documents]
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(settings.precision))
     work = Work(
-        rows=rows,
-        length=settings.max_length,
+        rows=min(settings.micro_batch_size or settings.batch_size, max(1, settings.batch_size // processes.count())),
+        length=max(lengths),
         chunk=CHUNK,
         activation_bytes=4 if half is None else 2,
         num_shards=processes.num_shards(),
     )
-    trained = [p for p in learner.parameters() if p.requires_grad]
-    if isinstance(learner, Distilled):
-        planned = str(estimate(learner.model, target, work, target_bytes=target.dtype.itemsize))
+    config = open_config(task.target)
+    target_bytes = (config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32).itemsize
+    target, advice = skeleton(config).eval(), None
+    if task.drafter is None:
+        # A head that is on disk is read as it is.
+        with nullcontext() if plan.about.get("init_from") else torch.device("meta"):
+            learner = plan.learner(
+                HeadContext(
+                    target=target,
+                    documents=documents,
+                    depth=task.watch.depth,
+                    max_length=settings.max_length,
+                    device=torch.device("meta"),
+                )
+            )
+        found = head_estimate(cast(HeadObjective, learner), target, work, target_bytes=target_bytes)
+        advice = output_layer_advice(cast(HeadObjective, learner), found)
     else:
-        planned = f"{sum(p.numel() for p in trained):,} trained parameters"
-    batch = batches.share(batches.batch(0), range(rows)).to(target.device)
-
-    def loss() -> torch.Tensor:
-        with torch.autocast(target.device.type, dtype=half, enabled=half is not None):
-            found = learner(batch)
-        return found.total / max(1.0, float(found.weight))
-
-    timed = trial(loss, trained, num_tokens=int(batch.lengths.sum()))
-    return f"{planned}\n{timed}"
+        found = estimate(open_config(task.drafter), target, work, target_bytes=target_bytes)
+    rate = operations_per_second(device, half or torch.float32)
+    tokens = settings.steps * settings.batch_size * sum(lengths) / len(lengths)
+    hours = tokens / 1e6 * found.hours_per_million(rate * EFFICIENCY) / processes.count()
+    time = f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes ({hours:.2g} hours)"
+    answers = ", without the target's answers," if regenerated else ""
+    said = (
+        f"{found}\nabout {time} for {settings.steps:,} steps of {tokens / settings.steps:,.0f} tokens{answers} at "
+        f"{EFFICIENCY:.0%} of the {rate / 1e9:,.0f} billion operations a second that a matrix product reaches here"
+    )
+    return said if advice is None else f"{said}\n{advice}"
 
 
 def _documents(

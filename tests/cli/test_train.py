@@ -158,11 +158,15 @@ def test_wrong_options_of_heads_get_one_sentence(monkeypatch, capsys, tmp_path, 
 @pytest.mark.parametrize("command", ["eagle3", "distill"])
 def test_an_estimate_tells_memory_and_hours_and_trains_nothing(monkeypatch, capsys, tmp_path, pair, alone, command):
     given = pair if command == "distill" else alone
+    for weights in tmp_path.rglob("*.safetensors"):
+        # Configs and tokenizers are enough.
+        weights.unlink()
     status, out, err = run(monkeypatch, capsys, "train", command, *given, *FEW, "--estimate", "--json")
     assert status == 0, err
     [(name, said)] = json.loads(out).items()
     assert name == "estimate"
     assert "parameters" in said
+    assert " of memory: Python and its libraries" in said
     assert "hours" in said
     assert not list((tmp_path / "out").rglob("*.safetensors"))
     status, out, err = run(monkeypatch, capsys, "train", command, *given, *FEW, "--estimate")

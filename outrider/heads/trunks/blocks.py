@@ -735,6 +735,12 @@ class BlockObjective(HeadObjective):
         """What is minimised."""
         return self.options.block_loss(self.divergence, self.head.config.block_size)
 
+    def head_tokens(self, length: int) -> int:
+        return length + min(length, self.options.num_anchors) * self.head.config.block_size
+
+    def guess_rows(self, length: int) -> int:
+        return min(length, self.options.num_anchors) * self.head.config.max_depth
+
     def forward(self, batch: Batch) -> Loss:
         """The loss of the guesses of all drawn blocks."""
         batch = self.with_states(batch)

@@ -549,6 +549,10 @@ class FeatureObjective(GuessObjective):
         """$J$."""
         return self.options.unrolled
 
+    def head_tokens(self, length: int) -> int:
+        # Of several specialists, each runs in its own passes.
+        return length * self.num_guesses // (1 + len(self.head.specialists))
+
     def guesses(self, batch: Batch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
         """What the head outputs in pass 0, 1, ..., `count - 1`."""
         length, device = batch.tokens.shape[1], batch.tokens.device

@@ -143,8 +143,7 @@ def find_embedding_and_head(model: PreTrainedModel, anatomy: Anatomy) -> Embeddi
         ours = head(norm(seen.leaving))
     except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise InputError(f"the output layer of {anatomy.name} cannot be used by a drafter: {error}") from error
-    spread = float(seen.logits.max() - seen.logits.min())
-    if ours.shape != seen.logits.shape or float((ours - seen.logits).abs().max()) > _TOLERANCE * max(spread, 1e-9):
+    if ours.shape != seen.logits.shape or not _close(ours, seen.logits):
         raise InputError(
             f"the output layer of {anatomy.name} cannot be used by a drafter: what follows its last layer works in a "
             "way unknown here"
@@ -180,7 +179,9 @@ def _final_norm(model: PreTrainedModel, layers: nn.ModuleList, name: str) -> tup
     hooks.append(decoder.register_forward_hook(lambda module, given, output: final.append(output[0])))
     try:
         tokens = torch.arange(3, 7, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
-        logits = model(input_ids=tokens, use_cache=False).logits
+        # transformers makes a mask by values, which a model without weights does not have.
+        given = {"attention_mask": torch.zeros(1, 1, 4, 4, device="meta")} if tokens.is_meta else {}
+        logits = model(input_ids=tokens, use_cache=False, **given).logits
     finally:
         for hook in hooks:
             hook.remove()
@@ -192,9 +193,18 @@ def _final_norm(model: PreTrainedModel, layers: nn.ModuleList, name: str) -> tup
     if final[-1] is left[-1]:
         return _same, seen
     for module in followers:
-        if torch.equal(module(left[-1]), final[-1]):
+        found = module(left[-1])
+        if (found.is_meta and found.shape == final[-1].shape) or (not found.is_meta and torch.equal(found, final[-1])):
             return module, seen
     raise InputError(f"the final norm of {name} was not found, so a drafter cannot use its output layer")
+
+
+def _close(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether logits are equal up to roundings. Those of a model without weights have no values, so all are."""
+    if ours.is_meta:
+        return True
+    spread = float(theirs.max() - theirs.min())
+    return float((ours - theirs).abs().max()) <= _TOLERANCE * max(spread, 1e-9)
 
 
 def _same(hidden: Tensor) -> Tensor:
