@@ -199,7 +199,7 @@ def _is_rms(norm: nn.Module) -> bool:
     own = dict(norm.named_parameters())
     if list(own) != ["weight"]:
         return False
-    weight = own["weight"]
+    weight: Tensor = own["weight"]
     if weight.is_meta:
         norm = copy.deepcopy(norm).to_empty(device="cpu")
         weight = dict(norm.named_parameters())["weight"].fill_(0.5)
