@@ -29,6 +29,8 @@ LEAST_DEGREES = 10
 """With fewer degrees of freedom, a test distinguishes too few outputs to confirm a law."""
 LEAST_DRAWS = 100
 """Fewest draws after one prompt; with fewer in all, fewer of the prompts are used."""
+FACTORS = (2, 4, 8, 16, 32, 64)
+"""How many times as many outputs are drawn where those that were asked for tell too little."""
 AT_ONCE = 2
 """Draws between two looks at the clock, in units of what runs at once."""
 LONGEST = 6
@@ -164,8 +166,8 @@ def sampled_law(
     Args:
         num_draws: How many outputs to draw.
         temperature: None takes, for each prompt, one at which enough outputs can be told apart.
-        until: No more are drawn then. If time is left and the draws cannot tell, as many are drawn again; None draws
-            the number that was asked for.
+        until: No more are drawn then. If time is left, the draws tell too little and more would tell enough, more are
+            drawn. None draws the number that was asked for.
     """
     prompts = prompts[: max(1, num_draws // LEAST_DRAWS)]
     length = min(_length(engine, prompt) for prompt in prompts)
@@ -195,10 +197,30 @@ def sampled_law(
             outputs += run_watched(engine, asked, watcher.look, lambda output: bar.advance())
             if len(outputs) == wanted or (until is not None and until.passed):
                 found = _judged(engine, prompts, settings, outputs, watcher, length)
-                if until is None or until.passed or found.verdict != "inconclusive":
+                more = 0
+                if until is not None and not until.passed and found.verdict == "inconclusive":
+                    more = _enough(engine, prompts, settings, found, length)
+                if not more:
                     return found
-                wanted *= 2
+                wanted = more
                 bar.reach(len(outputs), wanted)
+
+
+def _enough(
+    engine: Engine, prompts: Sequence[Sequence[int]], settings: Sequence[Sampling], found: Samples, length: int
+) -> int:
+    """How many draws in all may tell what those that were made do not; 0 where no number of them would."""
+    count = found.test.num_draws
+    if not found.num_draft_tokens:
+        return 0
+    if found.test.degrees >= LEAST_DEGREES:
+        return 2 * count
+    for factor in FACTORS:
+        each = factor * count // len(prompts)
+        plans = (_plan(engine, p, s, each, length, s.temperature) for p, s in zip(prompts, settings, strict=True))
+        if sum(len(plan.classes.expected) - 1 for plan in plans) >= LEAST_DEGREES:
+            return factor * count
+    return 0
 
 
 def _judged(

@@ -67,7 +67,7 @@ def test_a_test_that_can_see_little_is_inconclusive_and_fails_nothing(capsys, mo
 
 
 def test_programs_read_that_it_is_inconclusive_and_why(capsys, monkeypatch, pair):
-    status, out, _ = prove(capsys, monkeypatch, *pair, "--num-draws", "7", "--json")
+    status, out, _ = prove(capsys, monkeypatch, *pair, "--num-draws", "7", "--time-limit", "0.001", "--json")
     found = json.loads(out)
     assert (status, found["proven"]) == (0, True)
     assert found["samples"]["verdict"] == "inconclusive"

@@ -70,6 +70,15 @@ def test_draws_go_on_while_they_tell_nothing_and_time_is_left(engine, prompts):
     assert 0 < none.test.num_draws < 100
 
 
+def test_no_time_is_spent_on_draws_that_cannot_tell_more(engine, prompts):
+    # Hardly anything but the likeliest output comes at such a temperature.
+    cold = sampled_law(engine, prompts, 100, temperature=0.001, until=Deadline.after(600))
+    assert (cold.verdict, cold.test.num_draws) == ("inconclusive", 100)
+    plain = outrider.load(llama(), drafter="none", ignore_generation_config=True, probe=False)
+    undrafted = sampled_law(plain, prompts, 100, temperature=1.0, until=Deadline.after(600))
+    assert (undrafted.verdict, undrafted.test.num_draws) == ("inconclusive", 100)
+
+
 def test_a_drafter_whose_tokens_are_never_accepted_is_no_proof(engine, prompts):
     found = sampled_law(engine, prompts, 200, temperature=1.0)
     assert replace(found, num_accepted_tokens=0).verdict == "inconclusive"
