@@ -38,7 +38,7 @@ REFUSED = [
     (xLSTMConfig, "recurrent layers and keeps its states in a way of its own"),
     (MiniMaxConfig, "recurrent layers and keeps its states in a way of its own"),
     (MptConfig, "ALiBi"),
-    (XLMConfig, "takes no use_cache"),
+    (XLMConfig, "takes no cache"),
     (DeepseekV32Config, "layers of type"),
     (RobertaConfig, "counting the tokens that are not padding"),
     (BertConfig, "unless its config says is_decoder=True"),

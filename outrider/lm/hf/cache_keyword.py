@@ -26,7 +26,13 @@ def cache_keyword(kind: type[nn.Module]) -> str:
         >>> cache_keyword(LlamaForCausalLM) in CACHE_KEYWORDS
         True
     """
-    known = inspect.signature(kind.forward).parameters
-    if (keyword := next((name for name in CACHE_KEYWORDS if name in known), None)) is None:
+    if (keyword := find_cache_keyword(kind)) is None:
         raise InputError(f"{kind.__name__}.forward takes no cache (none of {', '.join(CACHE_KEYWORDS)})")
     return keyword
+
+
+def find_cache_keyword(kind: type[nn.Module]) -> str | None:
+    """The same, or None where the forward takes no cache. XLM's own `cache` is a dict of tensors, and is none."""
+    known = inspect.signature(kind.forward).parameters
+    taken = [name for name in CACHE_KEYWORDS if name in known and "dict" not in str(known[name].annotation)]
+    return next(iter(taken), None)

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.lm.hf import alibi
 from outrider.lm.hf.anatomy import LAYER_TYPES, NO_ATTENTION, RECURRENT_TYPES, Anatomy, rotary_parameters, rotary_type
-from outrider.lm.hf.cache_keyword import CACHE_KEYWORDS
+from outrider.lm.hf.cache_keyword import find_cache_keyword
 
 _UNKNOWN_STATES = {
     "rwkv": "keeps its states in a way of its own",
@@ -123,10 +123,10 @@ def _layers(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
 def _signature(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
     known = inspect.signature(kind.forward).parameters
     types = model.layer_types or ("full_attention",)
-    needed = ["use_cache", "position_ids", "logits_to_keep"]
+    needed = ["position_ids", "logits_to_keep"]
     if all(t in NO_ATTENTION for t in types) or model.name in alibi.MODELS:
         needed.remove("position_ids")
-    missing = [] if any(n in known for n in CACHE_KEYWORDS) else ["cache"]
+    missing = ["cache"] if find_cache_keyword(kind) is None else []
     if missing := [*missing, *(n for n in needed if n not in known)]:
         return f"{kind.__name__}.forward takes no {', '.join(missing)}, without which it cannot be driven from outside"
     return None
