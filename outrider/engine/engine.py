@@ -279,7 +279,7 @@ class Engine:
                 sampling=asked.sampling or self.sampling,
                 eos_ids=self.ends(asked),
                 prediction=tuple(asked.prediction),
-                stop=texts(asked.stop) + (() if asked.ignore_eos else self.stop),
+                stop=self.stops(asked),
                 **{name: getattr(asked, name) for name in OF_BOTH},
             )
             if self.rules is not None and request.prompt:
@@ -304,6 +304,10 @@ class Engine:
         """The tokens that end an output made with these options. Raises InputError for unknown tokens."""
         own = frozenset() if options.ignore_eos else self.eos_ids
         return own | tokens("stop_token_ids", options.stop_token_ids, self.parts.target.vocab_size)
+
+    def stops(self, options: Generation) -> tuple[str, ...]:
+        """The strings that end an output made with these options."""
+        return texts(options.stop) + (() if options.ignore_eos else self.stop)
 
     @alone
     def step(self, sink: Sink | None = None) -> list[Update]:

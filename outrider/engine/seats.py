@@ -55,7 +55,7 @@ class Seat:
                 if self.request.ends(output):
                     self.ended, tokens = True, tokens[:i]
                     break
-        return self.ending.keep(tokens, unchecked=self.request.min_tokens - len(self.state.output))
+        return self.ending.keep(tokens)
 
     def note(self, made: Step) -> None:
         """Count a step."""
@@ -86,8 +86,7 @@ class Seat:
         """After a step was undone: rebuild the text from the committed tokens; none of it is handed out again."""
         self.ready, self.suspect, self.ended = False, True, False
         self.ending = ending_of(self.request, tokenizer)
-        output = self.state.output
-        self.ending.keep(output, unchecked=min(self.request.min_tokens, len(output)))
+        self.ending.keep(self.state.output)
         self.ending.take()
 
     def output(self, reason: FinishReason, error: Exception | None = None) -> Output:
@@ -131,4 +130,10 @@ class Seat:
 
 def ending_of(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> Ending:
     """How the text of a request grows and ends."""
-    return Ending(tokenizer, request.stop, include_stop=request.include_stop, end_tokens=request.eos_ids)
+    return Ending(
+        tokenizer,
+        request.stop,
+        include_stop=request.include_stop,
+        end_tokens=request.eos_ids,
+        min_tokens=request.min_tokens,
+    )

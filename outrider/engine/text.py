@@ -78,15 +78,21 @@ class TextStream:
 class Ending:
     """One request's output text and where a stop string ends it.
 
-    Text that could still become a stop string is held back until it cannot.
+    A stop string counts if it ends behind the first `min_tokens` tokens, wherever it begins. The one that ends first
+    ends the text, and of those that end together the longest. So the text does not depend on how it is split into
+    tokens. Text that could still become a stop string is held back until it cannot.
 
     Args:
         tokenizer: None gives no text.
-        stop: Strings that end the text; it ends before the first of them, and the token that completes it is kept.
+        stop: Strings that end the text; it ends before the string, and the token that completes it is kept.
         include_stop: Whether the text ends behind that string instead.
         end_tokens: Tokens that end the output. They give no text, unless `include_stop` is given.
+        min_tokens: No stop string ends in the text of so many first tokens.
+        hidden: None hands out text without special tokens. Otherwise they give text as well, all but these. Stop
+            strings are looked for in the text without them.
 
     Attributes:
+        text: All text so far, without special tokens.
         stopped_by: The stop string that ended the text; None if none did.
 
     Example:
@@ -102,6 +108,8 @@ class Ending:
         *,
         include_stop: bool = False,
         end_tokens: Collection[int] = (),
+        min_tokens: int = 0,
+        hidden: Collection[int] | None = None,
     ) -> None:
         self.text = ""
         self.stopped_by: str | None = None
@@ -109,31 +117,30 @@ class Ending:
         self._silent = frozenset[int]() if include_stop else frozenset(end_tokens)
         self._stream = None if tokenizer is None else TextStream(tokenizer)
         self._stop = tuple(stop)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
         self._taken = 0
-        self._unchecked = 0
+        self._full = None if tokenizer is None or hidden is None else FullText(tokenizer, frozenset(hidden))
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string ended the text."""
         return self.stopped_by is not None
 
-    def keep(self, tokens: Sequence[int], unchecked: int = 0) -> int:
-        """How many of the new tokens belong to the output; their text is added.
-
-        Args:
-            unchecked: In the text of so many first ones no stop string counts.
-        """
+    def keep(self, tokens: Sequence[int]) -> int:
+        """How many of the new tokens belong to the output; their text is added."""
         if self._stream is None:
             return len(tokens)
-        if not self._stop:
+        if not self._stop and self._full is None:
             self.text += self._stream.push(*self._spoken(tokens))
             return len(tokens)
         for i, token in enumerate(tokens, 1):
-            piece = self._stream.push(*self._spoken((token,)))
-            if i <= unchecked:
-                self.text += piece
-                self._unchecked = len(self.text)
-            elif self._add(piece):
+            self._num_tokens += 1
+            spoken = self._spoken((token,))
+            piece = self._stream.push(*spoken)
+            if self._full is not None:
+                self._full.push(spoken, len(self.text) + len(piece))
+            if self._add(piece):
                 return i
         return len(tokens)
 
@@ -142,13 +149,19 @@ class Ending:
         end = len(self.text)
         if not self.stopped:
             end -= max((self._begun(stop) for stop in self._stop), default=0)
+        if self._full is not None:
+            behind = self.stopped and self._include_stop
+            return self._full.take(end, behind=behind, whole=not self.stopped and end == len(self.text))
         fresh, self._taken = self.text[self._taken : end], max(end, self._taken)
         return fresh
 
     def finish(self) -> str:
         """The rest of the text, once no token will follow."""
         if self._stream is not None and not self.stopped:
-            self._add(self._stream.finish())
+            piece = self._stream.finish()
+            if self._full is not None:
+                self._full.finish(len(self.text) + len(piece))
+            self._add(piece)
         self._stop = ()
         return self.take()
 
@@ -157,16 +170,68 @@ class Ending:
         return [token for token in tokens if token not in self._silent] if self._silent else tokens
 
     def _add(self, piece: str) -> bool:
-        """Append text; whether a stop string is now complete, in which case the text is cut before it."""
-        longest = max((len(stop) for stop in self._stop), default=0)
-        search_from = max(self._unchecked, len(self.text) - longest + 1)
+        """Append text; whether a stop string ends in it, in which case the text is cut before that string."""
+        before = len(self.text)
         self.text += piece
-        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, search_from)) >= 0]
+        if self._num_tokens <= self._min_tokens:
+            return False
+        found = []
+        for stop in self._stop:
+            if (at := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0:
+                found.append((at + len(stop), at, stop))
         if found:
-            at, self.stopped_by = min(found, key=lambda each: each[0])
-            self.text = self.text[: at + len(self.stopped_by) if self._include_stop else at]
+            end, start, self.stopped_by = min(found)
+            self.text = self.text[: end if self._include_stop else start]
         return self.stopped
 
     def _begun(self, stop: str) -> int:
         """Length of the longest end of the text that a stop string begins with."""
         return next((size for size in range(len(stop) - 1, 0, -1) if self.text.endswith(stop[:size])), 0)
+
+
+class FullText:
+    """The text of an output with special tokens, handed out up to a place of the text without them.
+
+    Args:
+        hidden: Special tokens that give no text here either.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, hidden: frozenset[int]) -> None:
+        self._stream = TextStream(tokenizer, special=True)
+        self._hidden = hidden
+        self._text = ""
+        self._taken = 0
+        # Behind each token: the length of the text without special tokens, and of this one.
+        self._places: list[tuple[int, int]] = []
+        self._before = (0, 0)
+
+    def push(self, tokens: Sequence[int], size: int) -> None:
+        """Add the text of tokens.
+
+        Args:
+            size: Characters of the text without special tokens, with these.
+        """
+        self._text += "".join(self._stream.push(token) for token in tokens if token not in self._hidden)
+        self._places.append((size, len(self._text)))
+
+    def finish(self, size: int) -> None:
+        """Add what is held back. `size` is as in `push`."""
+        self._text += self._stream.finish()
+        self._places.append((size, len(self._text)))
+
+    def take(self, end: int, *, behind: bool, whole: bool) -> str:
+        """The text before a place, without what was taken before.
+
+        Args:
+            end: The place, in characters of the text without special tokens.
+            behind: Whether special tokens between the character before the place and the one behind it are left out.
+            whole: Whether the place is the end of the text so far, special tokens behind it included.
+        """
+        while self._places and (self._places[0][0] < end or (self._places[0][0] == end and not behind)):
+            self._before = self._places.pop(0)
+        size, at = self._before
+        stop = len(self._text) if whole else at + end - size
+        if self._places:
+            stop = min(stop, self._places[0][1])
+        fresh, self._taken = self._text[self._taken : stop], max(stop, self._taken)
+        return fresh

@@ -12,6 +12,7 @@ from outrider.core.constraint import Constraint
 from outrider.core.inputs import InputError, shown
 from outrider.engine.generation import Generation
 from outrider.engine.requests import nth
+from outrider.engine.text import Ending
 from outrider.serve.chat_prompt import text_of
 from outrider.serve.errors import ApiError, of_input, refuse
 from outrider.serve.formats import field_of, grammar_of
@@ -22,7 +23,7 @@ from outrider.serve.options import check_keys, check_limits, generation_of, samp
 from outrider.serve.outputs import Choice
 from outrider.serve.requests import GenerationBody
 from outrider.serve.speculation import speculation
-from outrider.serve.tools import PlainReader, RawText, Reader
+from outrider.serve.tools import PlainReader, Reader
 
 Wrap = Callable[[Constraint, frozenset[int], Sequence[int]], Constraint]
 """Puts a constraint behind something, such as the reasoning, given the end tokens and a prompt."""
@@ -128,10 +129,22 @@ async def choices_of(
                     prompt=place,
                     job=job,
                     reader=PlainReader() if reader is None else reader(prompt),
-                    raw=RawText(service.tokenizer, body.stops, hidden) if reads_raw else None,
+                    raw=_raw(gateway, options, hidden, include_stop=job.include_stop) if reads_raw else None,
                 )
             )
     return found
+
+
+def _raw(gateway: Gateway, options: Generation, hidden: frozenset[int], *, include_stop: bool) -> Ending:
+    """The text of an output with special tokens. It ends where the engine ends the output."""
+    service = gateway.service
+    return Ending(
+        service.tokenizer,
+        service.engine.stops(options),
+        include_stop=include_stop,
+        min_tokens=options.min_tokens,
+        hidden=hidden,
+    )
 
 
 async def _prediction(gateway: Gateway, body: GenerationBody) -> tuple[int, ...]:

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from outrider.engine.output import Output, Times
+from outrider.engine.text import Ending
 from outrider.serve.errors import ApiError
 from outrider.serve.gateway import Gateway
 from outrider.serve.job import Event, Job
-from outrider.serve.tools import Piece, PlainReader, RawText, Reader
+from outrider.serve.tools import Piece, PlainReader, Reader
 from outrider.serve.usage import Tally, Usage, metrics, usage
 
 
@@ -58,7 +59,7 @@ class Choice:
     prompt: int
     job: Job
     reader: Reader = field(default_factory=PlainReader)
-    raw: RawText | None = None
+    raw: Ending | None = None
     tokens: list[int] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     reasoning_tokens: int = 0
@@ -100,12 +101,12 @@ class Choice:
             found += self.reader.feed(text)
         else:
             for token in self._visible(tokens):
-                found += self.reader.feed(self.raw.push(token))
+                self.raw.keep((token,))
+                found += self.reader.feed(self.raw.take())
                 self.reasoning_tokens += self.reader.reasons
         if self.output is not None:
             if self.raw is not None:
-                stop = self.stop_reason if isinstance(self.stop_reason, str) else None
-                found += self.reader.feed(self.raw.finish(stop, self.job.include_stop))
+                found += self.reader.feed(self.raw.finish())
             found += self.reader.end(cut=self.finish_reason == "length")
         return found
 

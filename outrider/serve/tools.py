@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from transformers import PreTrainedTokenizerBase
 
 from outrider.core.inputs import InputError
-from outrider.engine.text import TextStream
 from outrider.serve.ids import call_id
 
 Template = Mapping[str, Any]
@@ -97,15 +96,20 @@ class TemplateReader:
             self._parser = tokenizer.get_response_parser(dict(template), prefix=prompt, tools=list(tools))
         except ValueError:
             # A prompt may hold calls that nobody can read.
-            self._parser = tokenizer.get_response_parser(dict(template), prefix="", tools=list(tools))
+            prompt = ""
+            self._parser = tokenizer.get_response_parser(dict(template), prefix=prompt, tools=list(tools))
         self._open: str | None = None
         self._calls = 0
-        self._raw = ""
-        self._shown = 0
-        self._fresh = True
+        # The parser holds back the end of a prompt with which a mark can begin. It comes with the output's first text.
+        self._raw = held_back(tokenizer.get_response_parser(dict(template), prefix=prompt))
+        self._prompted = self._shown = len(self._raw)
+        self._found = 0
+        self._strips = False
+        self._behind = False
         self.failures = 0
         for event in self._parser.initial_events:
             self._note(event)
+        self._behind = self._behind and not self._prompted
 
     @property
     def reasons(self) -> bool:
@@ -143,13 +147,16 @@ class TemplateReader:
 
     def _chunk(self, event: Mapping[str, Any]) -> list[Piece]:
         text = event["text"]
-        self._shown = self._raw.index(text, self._shown) + len(text) if not event["dirty"] else self._shown
+        if not event["dirty"]:
+            at = self._raw.index(text, self._found)
+            self._found = at + len(text)
+            self._shown = max(self._shown, self._found)
+            text = text[max(0, self._prompted - at) :]
         if event["dirty"] or event["field"] not in (*REASONING, "content"):
             return []
-        if self._fresh:
-            # Templates set the regions apart by line breaks.
+        if self._strips:
             text = text.lstrip("\n")
-        self._fresh = self._fresh and not text
+        self._strips = self._strips and not text
         kind: Literal["reasoning", "content"] = "content" if event["field"] == "content" else "reasoning"
         return [Piece(kind=kind, text=text)] if text else []
 
@@ -163,14 +170,16 @@ class TemplateReader:
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             found.append(Piece(kind="call", text=text, call=self._calls, id=call_id(), name=function["name"]))
             self._calls += 1
-        self._shown = len(self._raw)
+        self._shown = self._found = len(self._raw)
         return found
 
     def _note(self, event: Mapping[str, Any]) -> None:
         if event["type"] == "region_open":
-            self._open, self._fresh = event["field"], True
+            self._open = event["field"]
+            # Templates set the regions apart by line breaks. Those at the beginning of an answer are the answer's.
+            self._strips = self._open != "content" or self._behind
         elif event["type"] == "region_close":
-            self._open = None
+            self._open, self._behind = None, True
 
     def _failed(self) -> list[Piece]:
         self.failures += 1
@@ -372,44 +381,13 @@ class Reading:
         return frozenset(id for id in special if written[id] not in text and escaped[id] not in text)
 
 
-class RawText:
-    """The text of an output with special tokens.
-
-    Args:
-        stop: Stop strings of the request; text that could be the beginning of one is held back.
-        hidden: Tokens without text.
-    """
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], hidden: frozenset[int] = frozenset()
-    ) -> None:
-        self._stream = TextStream(tokenizer, special=True)
-        self._stop = tuple(stop)
-        self._hold = max((len(each) for each in stop), default=1) - 1
-        self._hidden = hidden
-        self._held = ""
-
-    def push(self, token: int) -> str:
-        """The text that one more token makes certain."""
-        if token not in self._hidden:
-            self._held += self._stream.push(token)
-        if any(each in self._held for each in self._stop):
-            return ""
-        certain = self._held[: max(0, len(self._held) - self._hold)]
-        self._held = self._held[len(certain) :]
-        return certain
-
-    def finish(self, stopped_by: str | None, keeps_stop: bool) -> str:
-        """The rest of the text.
-
-        Args:
-            stopped_by: The stop string that ended the output.
-            keeps_stop: Whether the text keeps it.
-        """
-        rest = self._held + self._stream.finish()
-        if stopped_by and (at := rest.rfind(stopped_by)) >= 0:
-            rest = rest[: at + (len(stopped_by) if keeps_stop else 0)]
-        return rest
+def held_back(parser: Any) -> str:
+    """The end of its prompt that a response parser has not told yet; the parser is used up."""
+    try:
+        events = parser.finalize()[1]
+    except ValueError:
+        return ""
+    return "".join(event["text"] for event in events if event["type"] == "region_chunk")
 
 
 def _literal(pattern: str | None) -> str | None:

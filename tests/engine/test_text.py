@@ -73,6 +73,14 @@ def metaspace() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>", unk_token="<unk>")
 
 
+@cache
+def marked() -> PreTrainedTokenizerFast:
+    """The first tokenizer with two more special tokens."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(byte_level().backend_tokenizer.to_str()))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<a>", "<b>"]})
+    return tokenizer
+
+
 # GPT-2's alphabet: printable Latin-1 stands for itself, every other byte for the next code point from 256 on.
 PLAIN = [byte for byte in range(256) if chr(byte).isprintable() and not chr(byte).isspace()]
 BYTES = {byte: chr(byte) for byte in PLAIN}
@@ -98,6 +106,10 @@ class Case:
     tokens: list[int]
     stop: list[str]
     pushes: list[list[int]]
+    min_tokens: int = 0
+
+    def ending(self) -> Ending:
+        return Ending(self.tokenizer, self.stop, min_tokens=self.min_tokens)
 
 
 def groups(tokens: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
@@ -212,12 +224,14 @@ def cases(draw: st.DrawFn) -> Case:
         stops |= cuts.map(lambda cut: text[cut[0] : cut[0] + cut[1]])
     stop = draw(st.lists(stops, max_size=3))
     sizes = draw(st.lists(st.integers(1, 6), max_size=20))
-    return Case(tokenizer=(make or byte_level)(), tokens=tokens, stop=stop, pushes=groups(tokens, sizes))
+    least = draw(st.integers(0, 6))
+    pushes = groups(tokens, sizes)
+    return Case(tokenizer=(make or byte_level)(), tokens=tokens, stop=stop, pushes=pushes, min_tokens=least)
 
 
 @given(case=cases())
 def test_text_and_tokens_are_the_same_however_many_each_step_brings(case: Case) -> None:
-    single, grouped = Ending(case.tokenizer, case.stop), Ending(case.tokenizer, case.stop)
+    single, grouped = case.ending(), case.ending()
     one_by_one, kept = streamed(single, [[token] for token in case.tokens])
     in_groups, also_kept = streamed(grouped, case.pushes)
     assert "".join(in_groups) == "".join(one_by_one) == single.text == grouped.text
@@ -225,25 +239,66 @@ def test_text_and_tokens_are_the_same_however_many_each_step_brings(case: Case) 
     assert single.stopped == grouped.stopped
 
 
+def first_stop(text: str, least: int, stop: Sequence[str]) -> tuple[int, int] | None:
+    """Where the stop string begins and ends that ends first behind `least` characters; of several the longest."""
+    found = [(at, at + len(each)) for each in stop for at in range(len(text)) if text.startswith(each, at) and each]
+    return min((each for each in found if each[1] > least), key=lambda each: (each[1], each[0]), default=None)
+
+
 @given(case=cases())
-def test_the_text_ends_before_the_first_stop_string_and_the_token_that_completes_it_is_kept(case: Case) -> None:
-    pieces, kept = streamed(Ending(case.tokenizer, case.stop), case.pushes)
-    stream, so_far, needed = TextStream(case.tokenizer), "", len(case.tokens)
-    for count, token in enumerate(case.tokens, 1):
-        so_far += stream.push(token)
-        if any(stop in so_far for stop in case.stop):
-            needed = count
-            break
-    else:
-        so_far += stream.finish()
-    ends = [so_far.find(stop) for stop in case.stop if stop in so_far]
-    assert "".join(pieces) == so_far[: min(ends, default=len(so_far))]
-    assert len(kept) == needed
+def test_the_text_ends_before_the_stop_string_that_ends_first_behind_min_tokens(case: Case) -> None:
+    """However the text is split into tokens: the oracle sees the whole text."""
+    pieces, kept = streamed(case.ending(), case.pushes)
+    stream, lengths = TextStream(case.tokenizer), [0]
+    text = ""
+    for token in case.tokens:
+        text += stream.push(token)
+        lengths.append(len(text))
+    if len(case.tokens) > case.min_tokens:
+        text += stream.finish()
+    found = first_stop(text, lengths[min(case.min_tokens, len(case.tokens))], case.stop)
+    if len(case.tokens) <= case.min_tokens:
+        text += stream.finish()
+    assert "".join(pieces) == text[: len(text) if found is None else found[0]]
+    completes = [i for i, length in enumerate(lengths) if found is not None and length >= found[1]]
+    assert len(kept) == (completes[0] if completes else len(case.tokens))
+
+
+@given(data=st.data())
+def test_special_tokens_stand_where_they_were_and_stop_strings_are_looked_for_without_them(data: st.DataObject) -> None:
+    tokenizer = marked()
+    marks = dict(zip(tokenizer.convert_tokens_to_ids(["<a>", "<b>"]), ["<a>", ""], strict=True))
+    words = st.sampled_from(["the ", "cat", "stop", "x", "\n\n"])
+    tokens: list[int] = []
+    for part in data.draw(st.lists(words | st.sampled_from(sorted(marks)), max_size=12)):
+        tokens += [part] if isinstance(part, int) else tokenizer(part, add_special_tokens=False)["input_ids"]
+    pieces = ["" if token in marks else tokenizer.decode([token]) for token in tokens]
+    stop = data.draw(st.lists(st.sampled_from(["\n", "stop", "top", "tx", "cats", "he c", "xx"]), max_size=3))
+    least = data.draw(st.integers(0, 4))
+    includes = data.draw(st.booleans())
+    ending = Ending(tokenizer, stop, include_stop=includes, min_tokens=least, hidden=[i for i in marks if not marks[i]])
+    found = first_stop("".join(pieces), len("".join(pieces[:least])), stop)
+    end = len("".join(pieces)) if found is None else found[1] if includes else found[0]
+    wanted, place = "", 0
+    for token, piece in zip(tokens, pieces, strict=True):
+        if token in marks and (found is None or place < end + (not includes)):
+            wanted += marks[token]
+        wanted += piece[: max(0, end - place)]
+        place += len(piece)
+    handed_out, _ = streamed(ending, groups(tokens, data.draw(st.lists(st.integers(1, 6), max_size=20))))
+    assert "".join(handed_out) == wanted
+
+
+def test_a_stop_string_that_begins_within_min_tokens_and_ends_behind_them_counts() -> None:
+    tokenizer = byte_level()
+    tokens = byte_tokens("abcabc")
+    assert streamed(Ending(tokenizer, ["bc"], min_tokens=2), [tokens]) == (["a", ""], tokens[:3])
+    assert streamed(Ending(tokenizer, ["bc"], min_tokens=3), [tokens]) == (["abca", ""], tokens)
 
 
 @given(case=cases())
 def test_nothing_handed_out_is_taken_back_and_only_possible_stops_are_held(case: Case) -> None:
-    ending, stream = Ending(case.tokenizer, case.stop), TextStream(case.tokenizer)
+    ending, stream = case.ending(), TextStream(case.tokenizer)
     out = so_far = ""
     for token in case.tokens:
         ending.keep([token])

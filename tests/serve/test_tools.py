@@ -9,7 +9,7 @@ import outrider
 from outrider.core.inputs import InputError
 from outrider.serve import tools
 from outrider.serve.outputs import joined
-from outrider.serve.tools import ForcedReader, Piece, PlainReader, RawText, Reader, Reading
+from outrider.serve.tools import ForcedReader, Piece, PlainReader, Reader, Reading
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
 XML = """<tool_call>
@@ -152,17 +152,19 @@ def test_a_wrong_template_is_refused(engine: outrider.Engine) -> None:
         Reading.of(engine.tokenizer, {"fields": {}})
 
 
-def test_raw_text_holds_special_tokens_but_the_hidden_ones(engine: outrider.Engine) -> None:
-    tokenizer = engine.tokenizer
-    ids = tokenizer("a<|user|>b<|pad|>c")["input_ids"]
-    raw = RawText(tokenizer, (), frozenset({tokenizer.convert_tokens_to_ids("<|pad|>")}))
-    assert "".join(map(raw.push, ids)) + raw.finish(None, False) == "a<|user|>bc"
-
-
-@pytest.mark.parametrize(("keeps", "wanted"), [(False, "one two"), (True, "one two END")])
-def test_raw_text_ends_at_a_stop_string_over_several_tokens(engine: outrider.Engine, keeps: bool, wanted: str) -> None:
-    raw = RawText(engine.tokenizer, [" END"])
-    ids = engine.tokenizer("one two END")["input_ids"]
-    pieces = [raw.push(id) for id in ids]
-    assert not any("E" in piece for piece in pieces)
-    assert "".join(pieces) + raw.finish(" END", keeps) == wanted
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("opening", ["<think>\n\n</think>\n\n", "Sure: ", "\n", ""])
+def test_the_end_of_the_prompt_is_no_part_of_the_answer(
+    engine: outrider.Engine, monkeypatch: pytest.MonkeyPatch, opening: str, size: int
+) -> None:
+    """White space at the end of a prompt may begin the mark of a call, so the parser holds it back."""
+    for text, wanted in (
+        ("Hello", [("content", "Hello")]),
+        ("\n Hello\n", [("content", "\n Hello\n")]),
+        (f"I look.\n{CALL}", [("content", "I look."), ("call", '{"city": "Oslo", "days": 2}')]),
+        (CALL, [("call", '{"city": "Oslo", "days": 2}')]),
+        ("See <tool_call>{x}</tool_call>", [("content", "See <tool_call>{x}</tool_call>")]),
+    ):
+        reader = reading_at(known(engine, "<tool_call>", monkeypatch), f"<|im_start|>assistant\n{opening}")
+        assert said(read(reader, [text[i : i + size] for i in range(0, len(text), size)])) == wanted
+        assert reader.failures == ("{x}" in text)
