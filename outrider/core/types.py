@@ -132,7 +132,7 @@ class Request:
         sampling: How tokens are drawn; the engine sets a seed if it has none.
         eos_ids: Token ids that end the output. The output's `tokens` include the end token.
         stop: Strings that end the output; the text ends before the first of them.
-        min_tokens: Fewest tokens before an end token may come or a stop string counts.
+        min_tokens: Fewest tokens before an end token may come. A stop string counts if it ends behind them.
         logprobs: Which log-probabilities of the raw target logits to record: None for none, 0 for each emitted token, k
             for the k likeliest tokens as well.
         keep_logits: Whether each step records the raw target logits of its emitted tokens.

@@ -298,6 +298,13 @@ def _owners(draft: Draft) -> Int[np.ndarray, " nodes"]:
 
 def no_distribution(state: Running) -> NoDistribution:
     """The error for a request whose target row gives no token a positive probability."""
+    request = state.request
+    if request.constraint is not None and len(state.output) < request.min_tokens:
+        return NoDistribution(
+            f"min_tokens={request.min_tokens} and the constraint (a grammar, or tokens that are allowed or forbidden) "
+            f"leave no token in the output of request {request.id!r}: the output must end before it has so many "
+            "tokens; lower min_tokens, or let the constraint go on"
+        )
     return NoDistribution(
         f"the target gives no probability to any token after {len(state.output)} tokens of request "
         f"{state.request.id!r}: its logits are not numbers there, or biases, processors or a constraint forbid every "

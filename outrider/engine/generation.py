@@ -25,7 +25,7 @@ class Generation:
         sampling: How tokens are drawn; by default the engine's settings.
         stop: One or several strings that end the output; the text ends before them.
         stop_token_ids: Tokens that end the output, besides the model's own end tokens.
-        min_tokens: Fewest tokens before an end token may come or a stop string counts.
+        min_tokens: Fewest tokens before an end token may come. A stop string counts if it ends behind them.
         logprobs: Which log-probabilities to record: None for none, 0 for those of the output's tokens, k for those of
             the k likeliest tokens at each position as well.
         prompt_logprobs: Which log-probabilities of the prompt to record, as `logprobs` does for the output. With

@@ -75,11 +75,15 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase | None, *, special
     """Token ids of a text.
 
     Args:
-        special: Whether the tokenizer adds its special tokens, such as the one that begins a text.
+        special: Whether the tokenizer adds its special tokens, such as the one that begins a text. That one is all of
+            an empty text, even where the tokenizer does not add it to others.
     """
     if tokenizer is None:
         raise InputError(NO_TOKENIZER)
-    return list(tokenizer(_unicode(text), add_special_tokens=special)["input_ids"]) if text else []
+    if not text:
+        begin = tokenizer.bos_token_id if special else None
+        return [] if begin is None else [int(begin)]
+    return list(tokenizer(_unicode(text), add_special_tokens=special)["input_ids"])
 
 
 def reads(template: str, name: str) -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter
@@ -22,7 +22,7 @@ from outrider.serve.options import logprobs_of, most_tokens
 from outrider.serve.outputs import Choice, Interval, Part, metrics_of, usage_of, usage_so_far
 from outrider.serve.requests import CompletionBody
 from outrider.serve.sse import BLANK, DONE, IDS, Form, event
-from outrider.serve.tokens import OldLogprobs
+from outrider.serve.tokens import Offsets, OldLogprobs
 
 router = APIRouter()
 
@@ -54,7 +54,11 @@ async def complete(request: Request) -> Response:
 
 @dataclass(kw_only=True)
 class Completion:
-    """A completion that is being answered."""
+    """A completion that is being answered.
+
+    Attributes:
+        offsets: Where the tokens of each output begin, if log-probabilities are asked for.
+    """
 
     gateway: Gateway
     body: CompletionBody
@@ -63,6 +67,7 @@ class Completion:
     told: Sequence[Told]
     choices: Sequence[Choice]
     call: Call
+    offsets: dict[int, Offsets] = field(default_factory=dict)
 
     @classmethod
     async def begun(cls, gateway: Gateway, request: Request, body: CompletionBody) -> "Completion":
@@ -98,10 +103,10 @@ class Completion:
         """The answer as a stream."""
         options, body = self.body.stream_options, self.body
         intervals = [Interval(body.stream_interval) for _ in self.choices]
-        begun, offsets = set[int](), [0] * len(self.choices)
+        begun = set[int]()
         forms = self._forms()
         for choice in self.choices if most_tokens(body) == 0 else ():
-            yield event(self._chunk(choice, self._opening(choice, []), offsets))
+            yield event(self._chunk(choice, self._opening(choice, [])))
         async for choice, part in self.call.parts():
             due = intervals[choice.index].add(part)
             if due is None:
@@ -118,7 +123,7 @@ class Completion:
                 opened = _Opened.of([due])
             else:
                 continue
-            yield event(self._chunk(choice, opened, offsets, begins=begins))
+            yield event(self._chunk(choice, opened, begins=begins))
         if options is not None and options.include_usage:
             last = {"usage": usage_of(self.choices), "metrics": metrics_of(self.gateway, self.choices)}
             yield event(self._object([]) | last)
@@ -151,11 +156,9 @@ class Completion:
             found.top = [*(_likeliest(each, self.body.logprobs) for each in told.scores.top), *found.top]
         return found
 
-    def _chunk(self, choice: Choice, opened: "_Opened", offsets: list[int], *, begins: bool = True) -> dict[str, Any]:
+    def _chunk(self, choice: Choice, opened: "_Opened", *, begins: bool = True) -> dict[str, Any]:
         ended = opened.ended or most_tokens(self.body) == 0
-        found = self._choice(choice, opened, offset=offsets[choice.index], begins=begins, ended=ended)
-        if found["logprobs"] is not None:
-            offsets[choice.index] += sum(map(len, found["logprobs"]["tokens"]))
+        found = self._choice(choice, opened, begins=begins, ended=ended)
         chunk = self._object([found])
         options = self.body.stream_options
         if options is not None and options.continuous_usage_stats:
@@ -164,14 +167,29 @@ class Completion:
             chunk["system_fingerprint"] = self.gateway.fingerprint
         return chunk
 
-    def _choice(
-        self, choice: Choice, opened: "_Opened", *, offset: int = 0, begins: bool = True, ended: bool = True
-    ) -> dict[str, Any]:
+    def _offsets(self, choice: Choice, opened: "_Opened") -> list[int]:
+        """Where tokens begin in the text of an output, which is behind the prompt if it is echoed."""
+        told, tokenizer = self.told[choice.prompt].text if self.body.echo else "", self.gateway.service.tokenizer
+        if choice.index not in self.offsets:
+            special = not self.body.skip_special_tokens
+            self.offsets[choice.index] = Offsets(tokenizer, special=special, start=len(told))
+        prompt = opened.tokens[: len(opened.tokens) - len(opened.new)]
+        echoed = Offsets(tokenizer, special=True)
+        found = echoed.add(prompt)
+        # What the tokenizer adds at the beginning is no text of the prompt.
+        added = max(0, echoed.end - len(told))
+        return [max(0, each - added) for each in found] + self.offsets[choice.index].add(opened.new)
+
+    def _choice(self, choice: Choice, opened: "_Opened", *, begins: bool = True, ended: bool = True) -> dict[str, Any]:
         body, told = self.body, self.told[choice.prompt]
         logprobs: OldLogprobs | None = None
         if body.logprobs is not None:
             logprobs = self.gateway.vocabulary.old_logprobs(
-                opened.tokens, opened.own, opened.top, offset=offset, as_ids=body.return_tokens_as_token_ids
+                opened.tokens,
+                opened.own,
+                opened.top,
+                offsets=self._offsets(choice, opened),
+                as_ids=body.return_tokens_as_token_ids,
             )
         found: dict[str, Any] = {
             "index": choice.index,

@@ -5,6 +5,7 @@ from typing import Any, TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
+from outrider.engine.text import TextStream
 from outrider.lm.vocabulary import spellings
 
 LEAST = -9999.0
@@ -32,6 +33,36 @@ class TokenLogprob(TopLogprob):
     """A token of an output, with the likeliest ones at its place."""
 
     top_logprobs: list[TopLogprob]
+
+
+class Offsets:
+    """Where tokens begin in a text, as it grows. A token that is a part of a character begins where the
+    character does.
+
+    Args:
+        special: Whether special tokens give text.
+        start: Characters before the first token.
+
+    Example:
+        >>> from tokenizers import Tokenizer, decoders, models
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> words = Tokenizer(models.WordLevel({"two": 0, "Ã": 1, "©": 2}, unk_token="two"))
+        >>> words.decoder = decoders.ByteLevel()
+        >>> Offsets(PreTrainedTokenizerFast(tokenizer_object=words), special=False).add([0, 1, 2, 0])
+        [0, 3, 3, 4]
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, special: bool, start: int = 0) -> None:
+        self._stream = TextStream(tokenizer, special=special)
+        self.end = start
+
+    def add(self, tokens: Sequence[int]) -> list[int]:
+        """The offset of each of some more tokens."""
+        found = []
+        for token in tokens:
+            found.append(self.end)
+            self.end += len(self._stream.push(token))
+        return found
 
 
 class Vocabulary:
@@ -66,7 +97,7 @@ class Vocabulary:
         own: Sequence[float | None],
         top: Sequence[Mapping[int, float] | None],
         *,
-        offset: int,
+        offsets: Sequence[int],
         as_ids: bool,
     ) -> OldLogprobs:
         """Log-probabilities as completions have them. The token itself is always among the likeliest ones.
@@ -77,15 +108,13 @@ class Vocabulary:
         Args:
             own: Of each token; None for the first of a prompt.
             top: Of the likeliest tokens at each place.
-            offset: Characters before the first token.
+            offsets: Where each token begins in the text that the client gets.
         """
-        found = OldLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        found = OldLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=list(offsets))
         for token, logprob, others in zip(tokens, own, top, strict=True):
             text = self.text(token, as_ids)
             found["tokens"].append(text)
-            found["text_offset"].append(offset)
             found["token_logprobs"].append(None if logprob is None else bounded(logprob))
-            offset += len(text)
             if logprob is None:
                 found["top_logprobs"].append(None)
                 continue

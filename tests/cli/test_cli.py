@@ -59,7 +59,6 @@ def stranger(tmp_path_factory) -> Path:
         (["--target", "/no/such/place"], "there is no directory /no/such/place"),
         (["--drafter", "model:path=/no/such/place"], "there is no directory /no/such/place"),
         (["--prompt-file", "/no/such/file"], "there is no prompt file /no/such/file"),
-        (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "word " * 1200], "the prompt has"),
         (["--prompt", "a", "--temperature", "-0.5"], "temperature must be >= 0 (0 means greedy), got -0.5"),
         (["--prompt", "a", "--top-p", "0"], "top_p must be in (0, 1], got 0"),

@@ -348,6 +348,14 @@ def test_outputs_may_spell_special_tokens(pair):
     assert outputs[0].text == "A <|user|> hi"
 
 
+@pytest.mark.parametrize("which", ["pair", "trees"])
+def test_min_tokens_and_a_grammar_that_must_end_earlier_are_both_named(which, request):
+    engine: Engine = request.getfixturevalue(which)
+    with pytest.raises(InputError, match=r"^min_tokens=9 and the constraint .* must end before"):
+        engine.generate([PROMPT], max_new_tokens=12, min_tokens=9, sampling=GREEDY, constraint=regex("yes|no"))
+    assert not engine.busy
+
+
 def test_a_library_that_refuses_what_it_allows_ends_the_request_with_one_sentence(monkeypatch):
     engine = outrider.load(drafter="none")
     monkeypatch.setattr(LLGuidanceMatcher, "accept", lambda self, token: False)

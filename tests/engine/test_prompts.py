@@ -10,6 +10,8 @@ from transformers import BatchEncoding
 import outrider
 from outrider import InputError, Sampling
 from outrider.engine.engine import Engine
+from outrider.engine.prompts import encode, encode_text
+from tests.world.tokenizers import byte_level
 
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% if documents %}<{{ documents[0].text }}>{% endif %}"
@@ -115,3 +117,10 @@ def test_prompts_of_a_single_row_are_no_batch(engine):
     with pytest.raises(InputError, match=r"for one prompt give \[prompt\]"):
         engine.generate({"input_ids": [1, 2]})
     assert engine.encode({"input_ids": torch.tensor([[1, 2]])}) == [1, 2]
+
+
+def test_an_empty_text_is_the_token_that_begins_texts_where_there_is_one():
+    begins = byte_level(300, begin="<|begin|>")
+    assert encode("", begins) == [begins.bos_token_id]
+    assert encode_text("", begins, special=False) == []
+    assert encode("", byte_level(300)) == []

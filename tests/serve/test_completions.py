@@ -285,3 +285,48 @@ def test_a_stream_names_the_tokens_of_each_event_and_the_prompt_once(client: htt
     assert not any("prompt_token_ids" in each for each in others)
     assert [token for each in (first, *others) for token in each["token_ids"]] == whole["token_ids"]
     assert "".join(each["text"] for each in (first, *others)) == whole["text"]
+
+
+@pytest.mark.parametrize("of_the_model", [False, True])
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("min_tokens", [0, 9])
+def test_the_text_with_special_tokens_ends_where_the_text_without_them_ends(
+    client: httpx.Client,
+    engine: outrider.Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    min_tokens: int,
+    include: bool,
+    of_the_model: bool,
+) -> None:
+    body = {**GREEDY, "max_tokens": 30, "min_tokens": min_tokens, "include_stop_str_in_output": include}
+    free = post(client, PATH, {**body, "return_token_ids": True})["choices"][0]
+    words = [engine.tokenizer.decode(free["token_ids"][i : i + 2])[1:] for i in (4, 8, 14)]
+    if of_the_model:
+        monkeypatch.setattr(engine, "stop", (words[1], words[0]))
+    else:
+        body["stop"] = words
+    wanted = post(client, PATH, body)["choices"][0]
+    assert wanted["finish_reason"] == "stop"
+    assert len(wanted["text"]) < len(free["text"])
+    raw = {**body, "skip_special_tokens": False}
+    assert post(client, PATH, raw)["choices"][0]["text"] == wanted["text"]
+    for each in (body, raw):
+        assert "".join(part["choices"][0]["text"] for part in chunks(client, PATH, each)) == wanted["text"]
+
+
+def test_an_empty_prompt_is_the_token_that_begins_texts(client: httpx.Client, engine: outrider.Engine) -> None:
+    begin = engine.tokenizer.bos_token_id
+    found, wanted = (post(client, PATH, {**GREEDY, "prompt": prompt})["choices"][0] for prompt in ("", [begin]))
+    assert found["text"] == wanted["text"]
+
+
+def test_offsets_are_places_in_the_text(client: httpx.Client) -> None:
+    body = {**GREEDY, "prompt": "I like 😀 dogs and 猫", "logprobs": 1, "echo": True, "max_tokens": 6}
+    for more in ({}, {"return_tokens_as_token_ids": True}):
+        choice = post(client, PATH, {**body, **more})["choices"][0]
+        offsets = choice["logprobs"]["text_offset"]
+        names = post(client, PATH, body)["choices"][0]["logprobs"]["tokens"]
+        for i, name in enumerate(names):
+            if "�" not in name and not name.startswith("<|"):
+                assert choice["text"].startswith(name, offsets[i])
+        assert offsets == sorted(offsets)

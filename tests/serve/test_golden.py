@@ -43,7 +43,7 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     # As agents ask.
     "call": (
         "/v1/chat/completions",
-        {"messages": TALK, "max_tokens": 24, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
+        {"messages": TALK, "max_tokens": 48, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
     ),
     "responses": ("/v1/responses", {"input": "Tell me about a dog.", "max_output_tokens": 4}),
     # As a coding agent asks.
