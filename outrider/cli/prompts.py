@@ -55,7 +55,10 @@ def entries(texts: Sequence[str], file: Path | None) -> list[Entry]:
         return _named(_lines(text), "standard input") if is_lines(text) else [_text(text, "standard input")]
     if file is not None:
         text = text_of(file, "prompt", "a text file or JSON lines")
-        return _named(_lines(text), str(file)) if file.suffix == ".jsonl" else [_text(text, str(file))]
+        if file.suffix != ".jsonl":
+            return [_text(text, str(file))]
+        # Nobody asks what the prompts that ship with Outrider are.
+        return _lines(text) if file.parent == ASSETS else _named(_lines(text), str(file))
     return _lines((ASSETS / "prompts.jsonl").read_text(encoding="utf-8"))[:1]
 
 

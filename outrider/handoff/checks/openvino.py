@@ -21,9 +21,10 @@ SIZES = {"float32": "fp32"}
 
 
 def converted(source: str, out: Path, expected: Mapping[str, Any], *, trusted: bool = False) -> Path:
-    """The folder of a model in OpenVINO's format, which is made unless it is there."""
-    if (out / "openvino_model.xml").is_file():
-        return out
+    """The folder of a model in OpenVINO's format, which is made unless it is there, or unless the source is one."""
+    for made in (Path(source), out):
+        if (made / "openvino_model.xml").is_file():
+            return made
     size = SIZES.get(expected["dtype"], "fp16")
     tool = shutil.which("optimum-cli", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if tool is None:

@@ -18,7 +18,7 @@ from outrider.bench.engines.llama import add_vocabulary, compiler
 from outrider.bench.engines.process import Process, Refused, Stopped
 from outrider.bench.engines.vllm import requirements
 from outrider.embedded import EMBEDDED_DRAFT
-from outrider.handoff.checks.openvino import decode
+from outrider.handoff.checks import openvino as openvino_check
 from outrider.lm.hf.open import open_model
 from tests.bench.engines import transformers_driver
 
@@ -176,10 +176,15 @@ def test_steps_of_openvino_are_forwards_of_its_target(monkeypatch, counts, runs,
     assert (answer.tokens, answer.counts, driver._pipeline.runs) == ([[7] * 13] * 2, told, runs)
 
 
-def test_the_check_of_an_export_counts_the_same_steps(monkeypatch):
+def test_the_check_of_an_export_counts_the_same_steps(monkeypatch, tmp_path):
     openvino_without_models(monkeypatch)
+    monkeypatch.setattr(openvino_check, "HERE", tmp_path)
+    for name in ("target", "draft-openvino"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "openvino_model.xml").touch()
     expected = {"dtype": "float32", "new_tokens": 13, "num_speculative_tokens": 3, "prompts": PROMPTS}
-    assert decode(expected, "target", None) == {"tokens": [[7] * 13] * 2, "steps": 6}
+    expected["method"] = "draft_model"
+    assert openvino_check.decode(expected, str(tmp_path / "target"), None) == {"tokens": [[7] * 13] * 2, "steps": 6}
 
 
 def test_a_model_is_converted_once(tmp_path):
