@@ -33,6 +33,7 @@ ROWS = (
         home="outrider.drafters.model:ModelPath",
         summary="a smaller LM; its tokenizer may differ",
         source=LEVIATHAN,
+        bound=("outrider.drafters.model:ModelDrafter",),
     ),
     Row(
         family="drafter",
@@ -40,6 +41,7 @@ ROWS = (
         home="outrider.drafters.steered:SteeredPath",
         summary="a smaller LM that the target's hidden states steer",
         source="Berdoz et al. 2025, SD², https://arxiv.org/abs/2511.09844",
+        bound=("outrider.drafters.steered:SteeredDrafter",),
     ),
     Row(
         family="drafter",
@@ -54,6 +56,7 @@ ROWS = (
         home="outrider.heads.mtp:MtpPath",
         summary="the multi-token-prediction layers in the target's own checkpoint",
         source="DeepSeek-AI 2024, DeepSeek-V3, https://arxiv.org/abs/2412.19437",
+        bound=("outrider.heads.mtp:MtpDrafter", "outrider.heads.mtp:MtpLayersDrafter"),
     ),
     Row(
         family="drafter",
@@ -398,7 +401,7 @@ def row_of(component: object) -> Row | None:
     if spec is not None:
         return next((row for row in ROWS if row.name == spec.name and row.kind is spec), None)
     home = f"{type(component).__module__}:{type(component).__qualname__}"
-    return next((row for row in ROWS if row.home == home), None)
+    return next((row for row in ROWS if home in (row.home, *row.bound)), None)
 
 
 def name_of(component: object) -> str:

@@ -39,7 +39,7 @@ def test_the_default_drafter_of_a_target_alone_is_suffix():
 
 
 def test_the_embedded_pair_drafts_with_its_own_model():
-    assert catalog.name_of(outrider.load().parts.drafter) == "ModelDrafter"
+    assert catalog.name_of(outrider.load().parts.drafter) == "model"
 
 
 def test_objects_and_names_make_the_same_parts():

@@ -16,6 +16,7 @@ class Row:
         home: Where its class or its spec is, as in `outrider.heads.eagle:SPEC`. It is imported when it is needed.
         summary: What it does, in one line.
         source: The paper, with its address.
+        bound: Classes of what it becomes with a target, written as `home` is.
     """
 
     family: Family
@@ -23,6 +24,7 @@ class Row:
     home: str
     summary: str
     source: str
+    bound: tuple[str, ...] = ()
 
     @cached_property
     def kind(self) -> Any:

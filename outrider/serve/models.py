@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from fastapi import APIRouter
@@ -20,6 +20,8 @@ from outrider.serve.openapi import CHECKED, answers, body_of, errors
 from outrider.serve.requests import DetokenizeBody, TokenizeBody
 
 router = APIRouter()
+PARTS = ("drafter", "tree", "verifier", "length")
+"""The parts of an engine that a catalog lists."""
 STATE = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
 READY = answers(described="The server takes requests") | errors(503, schema=STATE)
 LAW = (
@@ -131,9 +133,8 @@ async def server_info(request: Request) -> Response:
             "models": list(service.names),
             "system_fingerprint": gateway.fingerprint,
             "law": LOSSY if settings.lossy else LAW,
-            "parts": {
-                name: catalog.name_of(getattr(parts, name)) for name in ("drafter", "tree", "verifier", "length")
-            },
+            "parts": {name: catalog.name_of(getattr(parts, name)) for name in PARTS},
+            "options": {name: _options(getattr(parts, name)) for name in PARTS},
             "max_context": service.max_context,
             "vocab_size": parts.target.vocab_size,
             "device": str(parts.target.device),
@@ -151,6 +152,17 @@ async def server_info(request: Request) -> Response:
             "priorities": settings.priorities,
         }
     )
+
+
+def _options(part: object) -> dict[str, Any]:
+    """The options of a part that are texts, numbers or lists of them."""
+    found = {each.name: getattr(part, each.name) for each in fields(part)} if is_dataclass(part) else {}
+    simple = str | int | float | None
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, simple) or (isinstance(value, list | tuple) and all(isinstance(v, simple) for v in value))
+    }
 
 
 def _cost_table(experience: Experience) -> dict[str, Any] | None:

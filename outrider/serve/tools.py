@@ -258,6 +258,103 @@ class ForcedReader:
 
 
 @dataclass(kw_only=True)
+class BareCallReader:
+    """Reads an output that may be a tool call without marks: all of its content is one JSON object with the name of an
+    offered tool and its arguments. Content is held back while it can still become such an object; other content comes
+    unchanged.
+
+    Attributes:
+        inner: Tells reasoning, content and calls with marks apart.
+        names: The tools that are offered.
+    """
+
+    inner: Reader
+    names: frozenset[str]
+    _held: str = field(default="", init=False)
+    _over: bool = field(default=False, init=False)
+
+    KEYS = ('"name"', '"arguments"', '"parameters"')
+    NAME = re.compile(r'"name"\s*:\s*("(?:[^"\\]|\\.)*")')
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the newest text is reasoning."""
+        return self.inner.reasons
+
+    @property
+    def failures(self) -> int:
+        """Number of tool calls that could not be read."""
+        return self.inner.failures
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that more text completes."""
+        return [each for piece in self.inner.feed(text) for each in self._sorted(piece)]
+
+    def end(self, *, cut: bool) -> list[Piece]:
+        """The last pieces."""
+        found = [each for piece in self.inner.end(cut=cut) for each in self._sorted(piece)]
+        called = None if self._over else self._called()
+        return [*found, *self._released()] if called is None else [*found, called]
+
+    def _sorted(self, piece: Piece) -> list[Piece]:
+        if self._over or piece.kind == "reasoning":
+            return [piece]
+        if piece.kind == "call":
+            return [*self._released(), piece]
+        self._held += piece.text
+        return [] if self._possible() else self._released()
+
+    def _released(self) -> list[Piece]:
+        """What was held back, as content; nothing is held back any more."""
+        held, self._held, self._over = self._held, "", True
+        return [Piece(kind="content", text=held)] if held else []
+
+    def _possible(self) -> bool:
+        """Whether the content can still become a call."""
+        text = self._held.strip()
+        inside = text[1:].lstrip()
+        if text[:1] not in ("", "{") or not any(key.startswith(inside[: len(key)]) for key in self.KEYS):
+            return False
+        name = self.NAME.match(inside)
+        try:
+            if name is not None and json.loads(name[1]) not in self.names:
+                return False
+            json.loads(text)
+        except json.JSONDecodeError as error:
+            return unfinished(text, error)
+        return self._called() is not None
+
+    def _called(self) -> Piece | None:
+        """The call that the content is; None if it is none."""
+        try:
+            value = json.loads(self._held)
+        except ValueError:
+            return None
+        rest = dict(value) if isinstance(value, Mapping) else {}
+        name, arguments = rest.pop("name", None), rest.pop("arguments", rest.pop("parameters", None))
+        if rest or not isinstance(name, str) or name not in self.names or not isinstance(arguments, Mapping):
+            return None
+        return Piece(kind="call", text=json.dumps(arguments, ensure_ascii=False), id=call_id(), name=name)
+
+
+def unfinished(text: str, error: json.JSONDecodeError) -> bool:
+    """Whether a text is no JSON only because more of it is to come.
+
+    Example:
+        >>> def more(text):
+        ...     try:
+        ...         json.loads(text)
+        ...     except json.JSONDecodeError as error:
+        ...         return unfinished(text, error)
+        >>> more('{"a": [tr'), more('{"a": "b'), more('{"a"'), more('{"a": oops'), more('{} x')
+        (True, True, True, False, False)
+    """
+    rest = text[error.pos :]
+    begun = not rest or any(word.startswith(rest) for word in ("true", "false", "null", "-"))
+    return begun or error.msg.startswith("Unterminated") or (error.msg.startswith("Invalid \\") and len(rest) < 6)
+
+
+@dataclass(kw_only=True)
 class Value:
     """A JSON value that is the last one of an object, as its text comes; changes in place."""
 
@@ -358,6 +455,9 @@ class Reading:
         if self.template is not None:
             text = str(self.tokenizer.decode(list(prompt), skip_special_tokens=False))
             inner = TemplateReader(self.tokenizer, self.template, text, tools)
+        if forced is None and tools and self.call_marks is not None:
+            # Models that were trained on calls between marks leave the marks out now and then.
+            return BareCallReader(inner=inner, names=frozenset(tool["function"]["name"] for tool in tools))
         if forced is None:
             return inner
         return ForcedReader(inner=inner, name=None if forced is True else forced)

@@ -94,6 +94,10 @@ def test_the_server_tells_how_it_is(client: httpx.Client) -> None:
     assert client.get("/load").json() == {"server_load": 0}
     info = client.get("/server_info").json()
     assert "law" in info
+    assert info["parts"]["drafter"] == "model"
+    assert all(name in catalog.rows(family) for family, name in info["parts"].items())
+    assert info["options"].keys() == info["parts"].keys()
+    assert isinstance(info["options"]["length"]["most"], int)
     assert info["limits"]["max_queue"] == Limits().max_queue
     assert "/" not in info["models"][0]
     # This server measures nothing, and may find what another process measured.

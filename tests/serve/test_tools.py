@@ -168,3 +168,59 @@ def test_the_end_of_the_prompt_is_no_part_of_the_answer(
         reader = reading_at(known(engine, "<tool_call>", monkeypatch), f"<|im_start|>assistant\n{opening}")
         assert said(read(reader, [text[i : i + size] for i in range(0, len(text), size)])) == wanted
         assert reader.failures == ("{x}" in text)
+
+
+BARE = '{"name": "weather", "arguments": {"city": "Oslo", "note": "}{\\u00e9\\"", "days": -2, "dry": true}}'
+
+
+def bare(engine: outrider.Engine, monkeypatch: pytest.MonkeyPatch) -> Reader:
+    reading = known(engine, "<tool_call>", monkeypatch)
+    return reading.reader(engine.encode("assistant"), [WEATHER], None)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("text", [BARE, f"\n{BARE}\n", BARE.replace("arguments", "parameters")])
+def test_an_answer_that_is_a_call_without_marks_is_a_call(
+    engine: outrider.Engine, monkeypatch: pytest.MonkeyPatch, text: str, size: int
+) -> None:
+    reader = bare(engine, monkeypatch)
+    [piece] = read(reader, [text[i : i + size] for i in range(0, len(text), size)])
+    assert (piece.kind, piece.name) == ("call", "weather")
+    assert json.loads(piece.text) == json.loads(BARE)["arguments"]
+
+
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [
+        ("Hello", ""),
+        (" {name}", " {"),
+        ('{"city": "Oslo"}', '{"'),
+        ('{"name": "other", "arguments": {}}', '{"name": "other'),
+        ('{"name": "weather", "arguments": [1]}', '{"name": "weather", "arguments": [1]'),
+        ('{"name": "weather", "arguments": {}, "more": 1}', '{"name": "weather", "arguments": {}, "more": 1'),
+        ('{"name": "weather", "arguments": {}} Done.', '{"name": "weather", "arguments": {}} '),
+        ('{"name": "weather", oops', '{"name": "weather", '),
+    ],
+)
+def test_other_content_comes_unchanged_and_is_held_back_only_while_it_can_be_a_call(
+    engine: outrider.Engine, monkeypatch: pytest.MonkeyPatch, text: str, held: str
+) -> None:
+    for size in (1, 4, 1000):
+        reader = bare(engine, monkeypatch)
+        assert said(read(reader, [text[i : i + size] for i in range(0, len(text), size)])) == [("content", text)]
+    reader = bare(engine, monkeypatch)
+    assert read_now(reader, held) == ""
+    assert read_now(reader, text[len(held) :]) == text
+
+
+def read_now(reader: Reader, text: str) -> str:
+    return "".join(piece.text for letter in text for piece in reader.feed(letter))
+
+
+def test_a_call_with_marks_follows_content_that_was_held_back(
+    engine: outrider.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = read(bare(engine, monkeypatch), [f"{{{CALL}"])
+    assert [(piece.kind, piece.name) for piece in pieces] == [("content", None), ("call", "weather")]
+    cut = BARE[:20]
+    assert said(read(bare(engine, monkeypatch), [cut], cut=True)) == [("content", cut)]
