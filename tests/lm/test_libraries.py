@@ -3,6 +3,7 @@
 import importlib
 import os
 import resource
+import shlex
 import shutil
 import sys
 import time
@@ -15,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch.utils import cpp_extension
 
 from outrider.core import files
 from outrider.core.types import InputError
@@ -29,6 +33,16 @@ DAY = 86400
 needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler"
 )
+
+
+def test_torch_may_lie_below_a_folder_with_a_space_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = f"{tmp_path}/my dir é/lib"
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", own)
+    with libraries._scratch():
+        options = CppTorchDeviceOptions(vec_isa=pick_vec_isa(), device_type="cpu")
+        command = CppBuilder(name="any", sources=["any.cpp"], BuildOption=options).get_command_line()
+    assert f"-L{own}" in shlex.split(command)
+    assert own == cpp_extension.TORCH_LIB_PATH
 
 
 @dataclass(frozen=True, kw_only=True)

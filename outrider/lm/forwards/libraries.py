@@ -24,6 +24,7 @@ import importlib.util
 import json
 import logging
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -398,18 +399,22 @@ def _digest(file: Path) -> str:
 @contextmanager
 def _scratch() -> Iterator[None]:
     """Let the compiler write into a folder that nobody else can write to. It runs what it has compiled, and the folder
-    that it takes otherwise can be made by anybody: its name in /tmp is known.
+    that it takes otherwise can be made by anybody: its name in /tmp is known. Meanwhile the path of torch's own
+    libraries is quoted: torch writes it into the compiler's command without quotes, and a space would end it.
     """
     from torch._inductor.utils import clear_caches
+    from torch.utils import cpp_extension
 
     name = "TORCHINDUCTOR_CACHE_DIR"
-    before = os.environ.get(name)
+    before, libraries = os.environ.get(name), cpp_extension.TORCH_LIB_PATH
     with tempfile.TemporaryDirectory(prefix="outrider-", ignore_cleanup_errors=True) as folder:
         clear_caches()
         os.environ[name] = folder
+        cpp_extension.TORCH_LIB_PATH = shlex.quote(libraries)
         try:
             yield
         finally:
+            cpp_extension.TORCH_LIB_PATH = libraries
             if before is None:
                 del os.environ[name]
             else:
