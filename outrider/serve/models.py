@@ -147,6 +147,7 @@ async def server_info(request: Request) -> Response:
                     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
                 },
             },
+            "chat_template": service.tokenizer.chat_template is not None,
             "response_template": gateway.reading.name,
             "request_metrics": settings.request_metrics,
             "priorities": settings.priorities,

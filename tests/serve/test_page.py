@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 import time
 from importlib import resources
 
@@ -83,7 +85,34 @@ def test_the_tree_of_a_step_holds_its_tokens(client, engine):
     assert engine.watch is None
 
 
-def test_a_chat_and_a_wrong_field(client):
-    assert stream(client, chat=True)[-1]["output"]["num_tokens"] > 0
-    wrong = client.post("/v1/outrider/stream", json={"prompt": ""})
-    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "prompt")
+def test_a_chat_of_several_turns_is_answered_as_the_chat_route_answers_it(client):
+    talk = [{"role": "user", "content": "Tell me a story."}]
+    for question in ("And then?", "Why?"):
+        body = {"messages": talk, "max_tokens": 12, "temperature": 0}
+        wanted = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+        assert stream(client, prompt=None, **body)[-1]["output"]["text"] == wanted
+        talk += [{"role": "assistant", "content": wanted}, {"role": "user", "content": question}]
+    assert client.get("/server_info").json()["chat_template"] is True
+
+
+def test_a_wrong_field_is_named(client):
+    for body in ({"prompt": ""}, {}, {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}):
+        wrong = client.post("/v1/outrider/stream", json=body)
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_code_is_told_from_prose():
+    script = resources.files("outrider.serve.page").joinpath("page.js").read_text("utf-8")
+    function = re.search(r"^function codeRanges.*?^}", script, re.MULTILINE | re.DOTALL)[0]
+    texts = [
+        "Once upon a time\nthere was a boy: Tim.\nHe ran.",
+        "Here:\n```python\nx = 1\n```\nDone.",
+        "```\nx",
+        "def f(x):\n    return x\n",
+        "One line:",
+    ]
+    code = f"{function}\nconsole.log(JSON.stringify({json.dumps(texts)}.map(codeRanges)))"
+    found = json.loads(subprocess.run(["node", "-e", code], capture_output=True, check=True, text=True).stdout)
+    cut = [[text[a:b] for a, b in ranges] for text, ranges in zip(texts, found, strict=True)]
+    assert cut == [[], ["```python\nx = 1\n```"], ["```\nx"], [texts[3]], []]

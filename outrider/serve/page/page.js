@@ -3,6 +3,9 @@
 const at = (id) => document.getElementById(id);
 const INTERVAL = 1000;
 let running = null;
+// The messages of the chat so far, and the element of the answer that grows.
+let talk = [];
+let answer = null;
 
 function made(kind, name, text) {
   const element = document.createElement(kind);
@@ -40,12 +43,33 @@ async function refusal(response) {
   }
 }
 
+// The places of a text that are code: what stands between fences, or all of it if most lines look like code.
+function codeRanges(text) {
+  const fenced = [...text.matchAll(/^```[^\n]*\n(?:[^]*?^```|[^]*$)/gm)].map((each) => [each.index, each.index + each[0].length]);
+  if (fenced.length) return fenced;
+  const lines = text.split("\n").filter((line) => line.trim());
+  const code = lines.filter((line) => /^(\s{2,}|\t)|[{};:([]$|^\s*(def|class|import|from|return|#include|function|const|let|fn|func)\b/.test(line));
+  return lines.length > 1 && code.length > lines.length / 2 ? [[0, text.length]] : [];
+}
+
+// Code in a fixed font.
+function setFonts(element) {
+  const ranges = codeRanges(element.textContent);
+  let start = 0;
+  for (const part of element.children) {
+    const end = start + part.textContent.length, first = start;
+    part.classList.toggle("code", ranges.some(([from, to]) => first < to && end > from));
+    start = end;
+  }
+}
+
 function show(event) {
   for (const token of event.tokens ?? []) {
     const element = made("span", `token ${token.kind}`, token.text);
     element.title = `${token.kind}, token ${token.id}`;
-    at("answer").append(element);
+    answer.append(element);
   }
+  setFonts(answer);
   if (event.tree) drawTree(event.tree);
   if (event.output) {
     const { num_tokens: tokens, num_steps: steps, seconds, finish_reason: reason } = event.output;
@@ -76,13 +100,27 @@ async function generate(submitted) {
   submitted.preventDefault();
   running?.abort();
   const mine = (running = new AbortController());
-  at("answer").replaceChildren(at("chat").checked ? "" : made("span", "given", at("prompt").value));
+  const prompt = at("prompt").value, chats = at("chat").checked;
+  if (!chats || !talk.length) at("answer").replaceChildren();
+  answer = made("div", "turn");
+  const question = { role: "user", content: prompt };
+  if (chats) {
+    // A question whose answer was broken off by this one is left out.
+    if (talk.at(-1)?.role === "user") talk.pop();
+    talk.push(question);
+    at("answer").append(made("div", "turn user", prompt));
+    at("prompt").value = "";
+  } else {
+    talk = [];
+    answer.append(made("span", "given", prompt));
+  }
+  at("answer").append(answer);
+  let text = "";
   at("error").textContent = at("own").textContent = "";
   at("forest").hidden = !at("draws").checked;
   at("stop").hidden = false;
   const body = {
-    prompt: at("prompt").value,
-    chat: at("chat").checked,
+    ...(chats ? { messages: talk } : { prompt }),
     tree: at("draws").checked,
     max_tokens: Number(at("most").value),
     temperature: Number(at("temperature").value),
@@ -95,12 +133,31 @@ async function generate(submitted) {
       signal: mine.signal,
     });
     if (!response.ok) throw new Error(await refusal(response));
-    for await (const event of events(response)) show(event);
+    for await (const event of events(response)) {
+      text = event.output?.text ?? text + (event.tokens ?? []).map((token) => token.text).join("");
+      show(event);
+    }
   } catch (error) {
     if (error.name !== "AbortError") at("error").textContent = error.message;
   } finally {
+    // A chat goes on behind what was answered. A question without an answer comes back.
+    if (talk.at(-1) === question) {
+      if (text) talk.push({ role: "assistant", content: text });
+      else {
+        talk.pop();
+        at("prompt").value ||= prompt;
+      }
+    }
+    at("anew").hidden = !talk.length;
     if (running === mine) at("stop").hidden = true;
   }
+}
+
+function forget() {
+  running?.abort();
+  talk = [];
+  at("answer").replaceChildren();
+  at("anew").hidden = true;
 }
 
 // Sums of Prometheus's text by name and, where there is one, by position.
@@ -179,12 +236,17 @@ async function introduce() {
     if (!response.ok) return void (await refusal(response));
     const { data } = await response.json();
     at("model").textContent = `${data[0].id}, context ${data[0].max_model_len}`;
+    const info = await (await fetch("server_info", { headers: headers() })).json();
+    at("chatbox").hidden = !info.chat_template;
+    at("chat").checked = info.chat_template;
   } catch {
     at("model").textContent = "";
   }
 }
 
 at("ask").addEventListener("submit", generate);
+at("anew").addEventListener("click", forget);
+at("chat").addEventListener("change", forget);
 at("stop").addEventListener("click", () => running?.abort());
 at("key").addEventListener("change", introduce);
 introduce();

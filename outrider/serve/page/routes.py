@@ -12,14 +12,15 @@ from starlette.responses import Response, StreamingResponse
 from outrider.core.inputs import InputError
 from outrider.engine.text import TextStream
 from outrider.serve.answers import failed
-from outrider.serve.errors import ApiError, of_input
+from outrider.serve.chat_prompt import messages_of
+from outrider.serve.errors import ApiError, of_input, refuse
 from outrider.serve.gateway import Gateway, gateway_of
 from outrider.serve.ids import request_id
 from outrider.serve.jobs import check, choices_of, fitted
 from outrider.serve.kinds import kinds
 from outrider.serve.openapi import OPENAIS, answers, body_of, errors
 from outrider.serve.page.trees import Node, Trees
-from outrider.serve.requests import GenerationBody
+from outrider.serve.requests import GenerationBody, Message
 from outrider.serve.service import Event, Job, Ticket
 from outrider.serve.sse import EventStream, event
 
@@ -44,13 +45,13 @@ STREAMED = errors(*OPENAIS) | answers("text/event-stream", described="The tokens
 class PageBody(GenerationBody):
     """The body of `POST /v1/outrider/stream`.
 
-    `chat`: whether the prompt is a message for the chat template. `tree`: whether each event brings the draft of its
-    step.
+    `prompt`: a text to continue, or else `messages`: a chat to answer. `tree`: whether each event brings the draft of
+    its step.
     """
 
-    prompt: str = Field(min_length=1)
+    prompt: str | None = Field(default=None, min_length=1)
+    messages: list[Message] | None = Field(default=None, min_length=1)
     n: int = Field(default=1, ge=1, le=1)
-    chat: bool = False
     tree: bool = False
 
 
@@ -72,8 +73,8 @@ async def file(name: str) -> Response:
     "/v1/outrider/stream", response_class=StreamingResponse, responses=STREAMED, openapi_extra=body_of(PageBody)
 )
 async def stream(request: Request) -> EventStream:
-    """Continue a prompt. Each event has the tokens of one step, with the kind of each: accepted, recovered, bonus or
-    plain.
+    """Continue a prompt or answer a chat. Each event has the tokens of one step, with the kind of each: accepted,
+    recovered, bonus or plain.
     """
     gateway = gateway_of(request)
     body = check(gateway, request, await gateway.read(request, PageBody))
@@ -111,23 +112,18 @@ def trees_of(request: Request) -> Trees:
 
 async def _job(gateway: Gateway, request: Request, body: PageBody) -> Job:
     """What is asked of the engine."""
-    service = gateway.service
+    service, field = gateway.service, "prompt" if body.messages is None else "messages"
+    if (body.prompt is None) == (body.messages is None):
+        refuse("prompt", "give prompt or messages, one of them")
     try:
-        if body.chat:
-            prompt = await service.encode_chat(
-                [{"role": "user", "content": body.prompt}],
-                tools=None,
-                documents=None,
-                kwargs={},
-                generation_prompt=True,
-                continue_final=False,
-            )
+        if body.messages is not None:
+            prompt = await service.encode_chat(messages_of(body.messages))
         else:
-            prompt = await service.encode(body.prompt, special=True)
+            prompt = await service.encode(body.prompt or "", special=True)
     except InputError as error:
         raise of_input(error) from None
     id = gateway.unique(f"page-{request_id(None)}")
-    [choice] = await choices_of(gateway, request, body, id, [fitted(prompt, body, gateway, "prompt")])
+    [choice] = await choices_of(gateway, request, body, id, [fitted(prompt, body, gateway, field)])
     return choice.job
 
 
@@ -157,6 +153,7 @@ def _told(each: Event, text: TextStream) -> dict[str, Any]:
         if found["tokens"]:
             found["tokens"][-1]["text"] += text.finish()
         found["output"] = {
+            "text": output.text,
             "finish_reason": output.finish_reason,
             "num_tokens": len(output.tokens),
             "num_steps": output.num_steps,
