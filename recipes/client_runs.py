@@ -15,7 +15,7 @@ from outrider.embedded import EMBEDDED_TARGET
 
 ROOT = Path(__file__).parents[1]
 """Where programs are started, so that each finds `recipes.client_programs`."""
-OURS = ("transformers==5.23.0", "tokenizers==0.23.3", "accelerate==1.15.0", "datasets==5.2.0")
+OURS = ("transformers==5.24.0", "tokenizers==0.23.3", "accelerate==1.15.0", "datasets==5.2.0")
 """What computes scores beside ours, in the versions that Outrider is tested with."""
 
 
