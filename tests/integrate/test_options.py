@@ -1,6 +1,7 @@
 """Inside transformers every option of a setup holds, or is refused because the model is loaded already."""
 
 import inspect
+import tempfile
 from dataclasses import fields
 
 import pytest
@@ -10,15 +11,18 @@ from transformers import GenerationConfig, GenerationMixin
 import outrider
 from outrider import InputError, as_custom_generate, catalog
 from outrider.assembly import OF_LOADING
-from outrider.embedded import EMBEDDED_TARGET
 from outrider.integrate import generate, write_custom_generate
 from outrider.integrate.kept import _KEPT
 from outrider.setup import KINDS, Setup
 from tests.integrate.test_generate import GREEDY, NGRAM, assert_same, batch
+from tests.world.tokenizers import letters
 from tests.world.zoo import tiny
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
+TOKENIZER = tempfile.TemporaryDirectory()
+"""The folder of a tokenizer whose ids the tiny models have."""
+letters().save_pretrained(TOKENIZER.name)
 VALUES = {
     "drafter": NGRAM,
     "tree": "chain",
@@ -26,7 +30,7 @@ VALUES = {
     "length": "fixed:3",
     "decoding": "pearl",
     "allow_lossy": True,
-    "tokenizer": str(EMBEDDED_TARGET),
+    "tokenizer": TOKENIZER.name,
     "max_slots": 2,
     "max_context": 60,
     "max_prefill_tokens": 5,
