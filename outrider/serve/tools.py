@@ -189,22 +189,14 @@ class TemplateReader:
 
 
 @dataclass(kw_only=True)
-class ForcedReader:
-    """Reads an output that a grammar forces to be tool calls, behind what another reader takes for reasoning.
+class ReaderAround:
+    """Reads more in the content that another reader tells apart. A class of it says what a piece becomes.
 
     Attributes:
-        inner: Tells the reasoning apart.
-        name: The function, if the output is its arguments alone; None where the output is an object that begins with
-            `name` and ends with `parameters`, or a list of such objects.
+        inner: Tells reasoning, content and calls with marks apart.
     """
 
     inner: Reader
-    name: str | None
-    _text: str = field(default="", init=False)
-    _calls: int = field(default=0, init=False)
-    _arguments: "Value | None" = field(default=None, init=False)
-
-    HEAD = re.compile(r'[\s\[,]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*(?=\S)')
 
     @property
     def reasons(self) -> bool:
@@ -219,6 +211,26 @@ class ForcedReader:
     def feed(self, text: str) -> list[Piece]:
         """The pieces that more text completes."""
         return [each for piece in self.inner.feed(text) for each in self._turned(piece)]
+
+    def _turned(self, piece: Piece) -> list[Piece]:
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class ForcedReader(ReaderAround):
+    """Reads an output that a grammar forces to be tool calls, behind what another reader takes for reasoning.
+
+    Attributes:
+        name: The function, if the output is its arguments alone; None where the output is an object that begins with
+            `name` and ends with `parameters`, or a list of such objects.
+    """
+
+    name: str | None
+    _text: str = field(default="", init=False)
+    _calls: int = field(default=0, init=False)
+    _arguments: "Value | None" = field(default=None, init=False)
+
+    HEAD = re.compile(r'[\s\[,]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*(?=\S)')
 
     def end(self, *, cut: bool) -> list[Piece]:
         """The last pieces. A call that was cut off within its name is left out, behind others."""
@@ -258,17 +270,15 @@ class ForcedReader:
 
 
 @dataclass(kw_only=True)
-class BareCallReader:
+class BareCallReader(ReaderAround):
     """Reads an output that may be a tool call without marks: all of its content is one JSON object with the name of an
     offered tool and its arguments. Content is held back while it can still become such an object; other content comes
     unchanged.
 
     Attributes:
-        inner: Tells reasoning, content and calls with marks apart.
         names: The tools that are offered.
     """
 
-    inner: Reader
     names: frozenset[str]
     _held: str = field(default="", init=False)
     _over: bool = field(default=False, init=False)
@@ -276,27 +286,13 @@ class BareCallReader:
     KEYS = ('"name"', '"arguments"', '"parameters"')
     NAME = re.compile(r'"name"\s*:\s*("(?:[^"\\]|\\.)*")')
 
-    @property
-    def reasons(self) -> bool:
-        """Whether the newest text is reasoning."""
-        return self.inner.reasons
-
-    @property
-    def failures(self) -> int:
-        """Number of tool calls that could not be read."""
-        return self.inner.failures
-
-    def feed(self, text: str) -> list[Piece]:
-        """The pieces that more text completes."""
-        return [each for piece in self.inner.feed(text) for each in self._sorted(piece)]
-
     def end(self, *, cut: bool) -> list[Piece]:
         """The last pieces."""
-        found = [each for piece in self.inner.end(cut=cut) for each in self._sorted(piece)]
+        found = [each for piece in self.inner.end(cut=cut) for each in self._turned(piece)]
         called = None if self._over else self._called()
         return [*found, *self._released()] if called is None else [*found, called]
 
-    def _sorted(self, piece: Piece) -> list[Piece]:
+    def _turned(self, piece: Piece) -> list[Piece]:
         if self._over or piece.kind == "reasoning":
             return [piece]
         if piece.kind == "call":
