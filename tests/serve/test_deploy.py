@@ -15,6 +15,8 @@ def test_every_series_of_the_dashboard_is_told(client):
     board = json.loads((DEPLOY / "grafana" / "outrider.json").read_text("utf-8"))
     asked = " ".join(target["expr"] for panel in board["panels"] for target in panel["targets"])
     names = set(re.findall(r"\b(?:vllm|outrider):\w+", asked))
+    # Requests by route are told from the first one on.
+    client.get("/health")
     text = client.get("/metrics").text
     assert len(names) > 15
     assert [name for name in sorted(names) if not re.search(rf"^{name}[ {{]", text, re.MULTILINE)] == []
