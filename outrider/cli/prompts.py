@@ -55,6 +55,8 @@ def entries(texts: Sequence[str], file: Path | None) -> list[Entry]:
         return _named(_lines(text), "standard input") if is_lines(text) else [_text(text, "standard input")]
     if file is not None:
         text = text_of(file, "prompt", "a text file or JSON lines")
+        if not text.rstrip("\r\n"):
+            raise InputError(f"the prompt file {file} is empty; write a text into it, or give --prompt ''")
         if file.suffix != ".jsonl":
             return [_text(text, str(file))]
         # Nobody asks what the prompts that ship with Outrider are.
