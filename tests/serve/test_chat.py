@@ -222,7 +222,7 @@ def test_some_function_must_be_called(client: httpx.Client, tools: list[Any], st
 def test_several_functions_may_be_called_at_once(client: httpx.Client, streams: bool) -> None:
     grown = 0
     for seed in range(32):
-        body = {**TALK, "tools": [CLOCK, WEATHER], "tool_choice": "required", "max_completion_tokens": 60}
+        body = {**TALK, "tools": [CLOCK, WEATHER], "tool_choice": "required", "max_completion_tokens": 160}
         body |= {"temperature": 1.0, "seed": seed}
         if streams:
             message = joined(chunks(client, PATH, body))
