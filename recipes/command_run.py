@@ -126,9 +126,10 @@ def served(
         answer = ask(url)
     # A server that waits is silent.
     silence = watched.silence
-    os.killpg(watched.process.pid, signal.SIGINT)
+    # A process that was started in the background may ignore an interrupt.
+    os.killpg(watched.process.pid, signal.SIGTERM)
     if watched.listen(30):
         os.killpg(watched.process.pid, signal.SIGKILL)
     ended = watched.ended(name, model)
-    status = 0 if answer and ended.status in (0, 130, -signal.SIGINT) else ended.status or 1
+    status = 0 if answer and ended.status in (0, 128 + signal.SIGTERM, -signal.SIGTERM) else ended.status or 1
     return CommandRun(**{**vars(ended), "status": status, "silence": silence, "said": [*ended.said, answer]})
