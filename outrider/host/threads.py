@@ -57,7 +57,9 @@ def release_threads() -> None:
 def _pause() -> Callable[[int], int] | None:
     """GNU's `omp_pause_resource_all`, as torch has loaded it; None without it."""
     try:
-        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        # The path is the sixth field, and may hold spaces.
+        mapped = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}
         found: Callable[[int], int] = ctypes.CDLL(mapped.pop()).omp_pause_resource_all
     except (OSError, KeyError, AttributeError):
         return None
