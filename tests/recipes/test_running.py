@@ -52,7 +52,7 @@ def test_a_quick_form_of_unknown_options_is_a_mistake():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["sped"], "unknown recipe 'sped'; available: audit, block_gain"),
+        (["sped"], "unknown recipe 'sped'; available: answers, audit, block_gain"),
         (["gpu"], "needs a CUDA device"),
         (["stopping", "--draft", "/no/such"], "is not a model's directory"),
         (["sharing", "--num-prompts", "2"], "num_prompts must be >= 16"),
