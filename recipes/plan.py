@@ -23,6 +23,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from outrider.assembly import assemble, completed
+from outrider.bench.folder import read_rows
 from outrider.bench.workload import PROMPTS, read_prompts
 from outrider.catalog import make
 from outrider.cli.plan import MOST_DOUBT, best_trees, with_trees
@@ -249,12 +250,7 @@ def kept(out: Path | None, settings: Mapping[str, Any]) -> tuple[list[Row], list
     if place.exists() and place.read_text(encoding="utf-8") != said:
         raise InputError(f"{out} holds a run with other settings; name another folder, or delete it")
     place.write_text(said, encoding="utf-8")
-    found = []
-    for name in ("predictions.jsonl", "runs.jsonl"):
-        file = out / name
-        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-        found.append([json.loads(line) for line in lines])
-    return found[0], found[1]
+    return read_rows(out / "predictions.jsonl"), read_rows(out / "runs.jsonl")
 
 
 def keep(out: Path | None, name: str, rows: Sequence[Row]) -> None:

@@ -319,6 +319,8 @@ def main(
     rows = [] if place is None else read_rows(place)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
+        # Whole, as the rows may have been packed.
+        files.replace(out / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
     with Progress(console=Console(stderr=True)) as progress:
         for plain in (True, False):
             for name, variant in progress.track(

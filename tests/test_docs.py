@@ -116,6 +116,26 @@ def test_the_index_names_every_page():
     assert [page for page in pages if f"]({page}" not in index] == []
 
 
+MEASURED = sorted(path for path in (ROOT / "measurements").rglob("*") if path.is_file())
+
+
+def test_pages_quote_every_folder_of_measurements_and_show_every_plot():
+    pages = "".join(page.read_text(encoding="utf-8") for page in [*PAGES, *DECISIONS])
+    pages += (ROOT / "recipes" / "zoo.py").read_text(encoding="utf-8")
+    folders = {path.relative_to(ROOT).parts[1] for path in MEASURED}
+    assert [name for name in sorted(folders) if f"measurements/{name}" not in pages] == []
+    plots = [path.relative_to(ROOT).as_posix() for path in MEASURED if path.suffix == ".svg"]
+    assert [plot for plot in plots if plot not in pages] == []
+
+
+def test_rows_of_measurements_are_packed_without_a_time_or_a_name():
+    assert [path for path in MEASURED if path.suffix == ".jsonl"] == []
+    packed = [path for path in MEASURED if path.suffix == ".gz"]
+    # The flags and the time of RFC 1952.
+    assert packed
+    assert [path.name for path in packed if path.read_bytes()[3:8] != bytes(5)] == []
+
+
 def test_an_extra_names_only_what_is_imported():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     sources = "\n".join(

@@ -1,5 +1,6 @@
 """The folder that a measurement writes: rows as they come, then tables, plots, claims and circumstances, never half."""
 
+import gzip
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,10 +37,15 @@ J = TypeVar("J", bound=Named)
 
 
 def read_rows(place: Path) -> list[Row]:
-    """The rows of a file; a last line that was cut off is left out."""
-    if not place.exists():
+    """The rows of a file, or of its packed form (`rows.jsonl.gz`); a last line that was cut off is left out."""
+    packed = place.with_name(place.name + ".gz")
+    if place.exists():
+        content = place.read_bytes()
+    elif packed.exists():
+        content = gzip.decompress(packed.read_bytes())
+    else:
         return []
-    lines = place.read_text(encoding="utf-8").split("\n")
+    lines = content.decode().split("\n")
     return [json.loads(line) for line in lines[:-1] if line]
 
 
@@ -77,7 +83,7 @@ class Folder:
         if place.exists() and not place.is_dir():
             raise InputError(f"cannot make the folder {place}: there is a file of this name; give another with --out")
         if not (place / "circumstances.json").exists():
-            if (place / "rows.jsonl").exists():
+            if any(place.glob("rows.jsonl*")):
                 raise InputError(f"{place} has rows of an unknown run; give another folder with --out")
             return
         earlier = read_record(place)

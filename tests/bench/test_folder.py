@@ -1,5 +1,6 @@
 """Folders of measurements: rows as they come, runs that go on where they were cut off, nothing half-written."""
 
+import gzip
 import json
 from dataclasses import dataclass
 
@@ -65,6 +66,25 @@ def test_a_run_that_was_cut_off_goes_on_where_it_stopped(tmp_path):
     assert rest == whole
     assert read_rows(rows) == read_rows(tmp_path / "whole" / "rows.jsonl")
     assert len(json.loads((tmp_path / "cut" / "circumstances.json").read_text())["resumed"]) == 1
+
+
+def test_rows_are_read_alike_plain_and_packed_and_a_run_goes_on_from_packed_ones(tmp_path):
+    place = tmp_path / "rows.jsonl"
+    whole, _ = measure(tmp_path, {"n": 1})
+    plain = read_rows(place)
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(place.read_bytes(), mtime=0))
+    place.unlink()
+    assert read_rows(place) == plain
+    # Those of the first round are not measured again.
+    more, done = measure(tmp_path, {"n": 1}, rounds=2)
+    assert (len(done), more[: len(whole)]) == (len(whole), whole)
+    assert read_rows(place)[: len(plain)] == plain
+
+
+def test_packed_rows_of_an_unknown_run_are_refused(tmp_path):
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b"{}\n", mtime=0))
+    with pytest.raises(InputError, match="rows of an unknown run"):
+        measure(tmp_path, {"n": 1})
 
 
 def test_more_rounds_go_on_and_the_same_again_measures_nothing(tmp_path):
