@@ -13,15 +13,11 @@ PREPARED := $(VENV)/.prepared
 # start many processes.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-# xgrammar without what it names: it names triton, a gigabyte that only its kernels for GPUs import. Builds of torch for
-# GPUs bring triton themselves. These are the others, as far as torch and transformers do not bring them.
-XGRAMMAR := "xgrammar>=0.2.8"
-BESIDE_XGRAMMAR := apache-tvm-ffi pydantic
 
-# The names of what the package and its extras require, a line each: torch and xgrammar are installed apart.
+# The names of what the package and its extras require, a line each: torch is installed apart.
 UNBOUND := import re, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 	required = sum(project['optional-dependencies'].values(), project['dependencies']); \
-	print(*sorted({re.split('[<>=~]', each)[0] for each in required} - {'torch', 'xgrammar'}), sep='\n')
+	print(*sorted({re.split('[<>=~]', each)[0] for each in required} - {'torch'}), sep='\n')
 
 # Where environments of other engines are made: `make vllm-environment DIR=envs`.
 DIR ?= $(HOME)/.cache/outrider/peers
@@ -52,8 +48,7 @@ test-floor:
 	@echo "== All tests on the oldest supported torch and transformers, in .venv-floor =="
 	"$(PYTHON)" -m venv .venv-floor
 	.venv-floor/bin/python -m pip install --quiet "$(FLOOR_TORCH)"
-	.venv-floor/bin/python -m pip install --quiet "$(FLOOR_TORCH)" "transformers==5.17.*" -e ".[dev,bench,train,serve,grammar]" $(BESIDE_XGRAMMAR)
-	.venv-floor/bin/python -m pip install --quiet --no-deps $(XGRAMMAR)
+	.venv-floor/bin/python -m pip install --quiet "$(FLOOR_TORCH)" "transformers==5.17.*" -e ".[dev,bench,train,serve,grammar]"
 	.venv-floor/bin/python -m pytest -n auto
 
 # All libraries of all extras are the newest that the index has, also above the bounds of pyproject.toml, so that the
@@ -62,8 +57,8 @@ test-newest:
 	@echo "== All tests on the newest torch, transformers and libraries of every extra, in .venv-newest =="
 	"$(PYTHON)" -m venv .venv-newest
 	.venv-newest/bin/python -c "$(UNBOUND)" > .venv-newest/requirements.txt
-	.venv-newest/bin/python -m pip install --quiet --upgrade "$(NEWEST_TORCH)" -r .venv-newest/requirements.txt $(BESIDE_XGRAMMAR)
-	.venv-newest/bin/python -m pip install --quiet --upgrade --no-deps $(XGRAMMAR) -e .
+	.venv-newest/bin/python -m pip install --quiet --upgrade "$(NEWEST_TORCH)" -r .venv-newest/requirements.txt
+	.venv-newest/bin/python -m pip install --quiet --upgrade --no-deps -e .
 	.venv-newest/bin/python -m pytest -n auto
 
 lint: $(TOOLS)
@@ -134,8 +129,7 @@ $(PREPARED): $(READY)
 # What the demo can do without: tools, tests, grammars.
 $(TOOLS): $(READY)
 	@echo "== Adding tools and what tests need =="
-	$(PIP) -c $(VENV)/constraints.txt "$(TORCH)" -e ".[dev,bench,train,serve,grammar]" $(BESIDE_XGRAMMAR)
-	$(PIP) -c $(VENV)/constraints.txt --no-deps $(XGRAMMAR)
+	$(PIP) -c $(VENV)/constraints.txt "$(TORCH)" -e ".[dev,bench,train,serve,grammar]"
 	@touch $@
 
 # Changes only when another torch is asked for, so that a change of TORCH is a new set-up.

@@ -65,13 +65,11 @@ class GrammarConstraint:
         begin: Makes a matcher at the grammar's beginning.
         num_words: Words of a mask.
         name: What messages call it.
-        library: The library that serves it.
     """
 
     begin: Callable[[], Matcher]
     num_words: int
     name: str
-    library: str
 
     def open(self) -> GrammarState:
         return GrammarState(matcher=self.begin())
@@ -108,8 +106,8 @@ class GrammarConstraint:
                     raise InputError(self._stuck())
                 if _allows(row, token):
                     raise InputError(
-                        f"{self.library} allows token {token} in {self.name} and does not accept it; write the "
-                        "grammar in another way"
+                        f"llguidance allows token {token} in {self.name} and does not accept it; write the grammar in "
+                        "another way"
                     )
             raise RuntimeError(f"token {token} was emitted against {self.name}")
 

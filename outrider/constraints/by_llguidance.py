@@ -1,4 +1,4 @@
-"""Grammars by llguidance (extra `grammar`): JSON schemas, regular expressions, choices, Lark and structural tags.
+"""Grammars by llguidance (extra `grammar`): JSON schemas, regular expressions, choices, Lark, GBNF and structural tags.
 
 References:
     https://github.com/guidance-ai/llguidance
@@ -32,6 +32,8 @@ ESCAPES = 'nrbtf\\"'
 """Letters of the escapes in strings. With \\u the name of a property that is not listed may spell a listed one."""
 NOT_ROLLED_BACK = re.compile(r"\[[^\]\n]*\b(max_tokens|stop)\b[^\]\n]*\]\s*:")
 """Options of Lark rules after which a matcher cannot take tokens back."""
+DEAD_END = "NoExtensionBias"
+"""llguidance's error where no token may come."""
 FREE = '\n%llguidance {"no_forcing": true}\n'
 """What allows every token with which the grammar can go on. Otherwise llguidance allows only one way to split a text
 that must come, and that way may hold added tokens, which it then does not accept. The last of such lines counts.
@@ -81,6 +83,9 @@ class LLGuidanceMatcher:
 
         fill_next_token_bitmask(self.inner, row[None].numpy())
         if self.inner.is_error():
+            if self.inner.get_error().startswith(DEAD_END):
+                row.zero_()
+                return
             raise InputError(f"llguidance cannot go on with the grammar: {_reason(self.inner.get_error())}")
         row &= ~self.ends
         if self.inner.is_accepting():
@@ -102,7 +107,7 @@ def _reason(message: str) -> str:
     error = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     if "recursion limit exceeded" in error:
         return "it is nested too deeply"
-    return re.sub(r'^at 1\(8\): invalid regex ".*" \(in regex\): ', "", error)
+    return re.sub(r'^at 1\(8\): (invalid regex ".*" \(in regex\)|failed to compile JSON schema): ', "", error)
 
 
 def _texts(grammar: GrammarText, tokenizer: PreTrainedTokenizerBase) -> list[str]:

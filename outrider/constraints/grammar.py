@@ -1,4 +1,4 @@
-"""Grammars that outputs must follow, by llguidance (extra `grammar`) or xgrammar (extra `xgrammar`)."""
+"""Grammars that outputs must follow, by llguidance (extra `grammar`)."""
 
 import json
 import re
@@ -9,22 +9,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from outrider.constraints import by_llguidance, by_xgrammar
+from outrider.constraints import by_llguidance
 from outrider.constraints.automaton import GrammarConstraint
-from outrider.constraints.text import GrammarText, Kind
+from outrider.constraints.text import GrammarText
 from outrider.core.constraint import Constraint
 from outrider.core.inputs import parse_json
 from outrider.core.types import InputError
 
 LARK = re.compile(r"^\s*(%llguidance\b|start\s*(\[[^\]]*\])?\s*:(?!:=))", re.MULTILINE)
 """What shows that rules are Lark."""
-LIBRARIES = {"llguidance": by_llguidance.compiled, "xgrammar": by_xgrammar.compiled}
-ORDER: dict[Kind, tuple[str, ...]] = {
-    "JSON schema": ("llguidance", "xgrammar"),
-    # llguidance splits a text into the longest words, which some rules of characters do not survive.
-    "EBNF": ("xgrammar", "llguidance"),
-}
-"""The libraries that may keep a grammar, in the order in which they are tried. By default llguidance alone."""
 
 __all__ = [
     "Constraint",
@@ -47,7 +40,7 @@ class Grammar(GrammarText):
     def bind(
         self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_ids: frozenset[int]
     ) -> GrammarConstraint:
-        """Compile the grammar for a vocabulary, by the first library that keeps it.
+        """Compile the grammar for a vocabulary.
 
         Compiled grammars are kept, so that binding one again costs nothing.
 
@@ -56,7 +49,7 @@ class Grammar(GrammarText):
             eos_ids: Tokens that end an output; they are allowed only where the grammar may end.
 
         Raises:
-            InputError: No library keeps the grammar, or a library, the tokenizer or an ending token is missing.
+            InputError: llguidance does not keep the grammar, or it, the tokenizer or an ending token is missing.
         """
         if tokenizer is None:
             raise InputError("a grammar needs the target's tokenizer")
@@ -71,23 +64,16 @@ class Grammar(GrammarText):
 def _bound(
     grammar: Grammar, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: frozenset[int]
 ) -> GrammarConstraint:
-    reasons: list[str] = []
-    for library in ORDER.get(grammar.kind, ("llguidance",)):
-        try:
-            begin = LIBRARIES[library](grammar, tokenizer, vocab_size, eos_ids)
-        except RecursionError:
-            reasons.append(f"it is nested too deeply ({library})")
-            continue
-        except InputError as reason:
-            reasons.append(f"{reason} ({library})")
-            continue
-        shown = grammar.text if len(grammar.text) <= 60 else grammar.text[:57] + "..."
-        constraint = GrammarConstraint(
-            begin=begin, num_words=-(-vocab_size // 32), name=f"the {grammar.kind} {shown}", library=library
-        )
-        constraint.masks(constraint.open(), [0], [-1])
-        return constraint
-    raise InputError(f"the {grammar.kind} cannot be compiled: {'; '.join(reasons)}")
+    try:
+        begin = by_llguidance.compiled(grammar, tokenizer, vocab_size, eos_ids)
+    except RecursionError as error:
+        raise InputError(f"the {grammar.kind} cannot be compiled: it is nested too deeply") from error
+    except InputError as reason:
+        raise InputError(f"the {grammar.kind} cannot be compiled: {reason}") from reason
+    shown = grammar.text if len(grammar.text) <= 60 else grammar.text[:57] + "..."
+    constraint = GrammarConstraint(begin=begin, num_words=-(-vocab_size // 32), name=f"the {grammar.kind} {shown}")
+    constraint.masks(constraint.open(), [0], [-1])
+    return constraint
 
 
 def json_schema(schema: str | Mapping[str, object] | bool | type, max_whitespace: int | None = None) -> Grammar:

@@ -29,7 +29,7 @@ MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSch
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """Formats that llguidance enforces."""
 POINTERS = frozenset({"uri-reference", "uri-template", "json-pointer", "relative-json-pointer"})
-"""Formats that only xgrammar enforces."""
+"""Formats that llguidance refuses; formats that are named nowhere here are annotations."""
 COMBINING = frozenset({"$ref", "anyOf", "oneOf", "allOf"})
 OBJECT = frozenset({"properties", "required", "additionalProperties", "patternProperties", "propertyNames"})
 OBJECT |= {"unevaluatedProperties", "minProperties", "maxProperties"}

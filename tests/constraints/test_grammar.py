@@ -33,7 +33,6 @@ from tests.world.tokenizers import byte_level
 from tests.world.zoo import VOCAB
 
 llguidance = pytest.importorskip("llguidance")
-pytest.importorskip("xgrammar")
 
 PROMPT = "Once upon a time"
 GREEDY = Sampling(temperature=0, seed=0)
@@ -146,7 +145,7 @@ class RootOnly:
 
 
 @pytest.mark.parametrize("which", ["pair", "trees"])
-@pytest.mark.parametrize("rule", [RULES[1].values[0], RULES[3].values[0]], ids=["llguidance", "xgrammar"])
+@pytest.mark.parametrize("rule", [RULES[1].values[0], RULES[3].values[0]], ids=["schema", "ebnf"])
 def test_masks_of_the_root_alone_are_noticed(which, rule, request):
     """Were the tests blind to the masks of deeper nodes, this mutant would pass them."""
     engine: Engine = request.getfixturevalue(which)
@@ -240,12 +239,12 @@ def test_a_draft_that_strays_to_a_dead_end_ends_nothing():
     """After "a" nothing can come. Plain decoding never says it here, and the draft model of another text does."""
     engine = outrider.load(drafter="ngram:prompt_lookup_min=1", length="fixed:5", dtype="float32")
     a, c, x = (engine.encode(letter)[0] for letter in "acx")
-    rule = ebnf('root ::= "a" b | "c"\nb ::= []')
+    rule = lark('start: "a" B | "c"\nB: /b/ & /c/')
     biased = [Sampling(temperature=0, logit_bias={token: 50.0}) for token in (c, a)]
     [out] = engine.generate([[x, a, x, a, x]], max_new_tokens=5, sampling=biased[0], constraint=rule)
     assert (out.text, out.finish_reason, out.num_draft_tokens > 0) == ("c", "stop", True)
     for way in (engine, engine.plain()):
-        with pytest.raises(InputError, match="no token of the vocabulary goes on with the EBNF"):
+        with pytest.raises(InputError, match="no token of the vocabulary goes on with the Lark"):
             way.generate([[x, a, x, a, x]], max_new_tokens=5, sampling=biased[1], constraint=rule)
         assert not way.busy
 
@@ -364,14 +363,6 @@ def test_a_library_that_refuses_what_it_allows_ends_the_request_with_one_sentenc
     assert not engine.busy
 
 
-def test_an_error_of_xgrammar_is_one_sentence(pair):
-    matcher = ebnf('root ::= "a"').bind(pair.tokenizer, 8192, pair.eos_ids).begin()
-    assert matcher.accept(pair.encode("a")[0])
-    assert matcher.accept(min(pair.eos_ids))
-    with pytest.raises(InputError, match=r"^xgrammar cannot go on with the grammar: [^\n]+$"):
-        matcher.fill(torch.zeros(8192 // 32, dtype=torch.int32))
-
-
 def test_a_vocabulary_padded_beyond_the_tokenizer_is_never_drawn_from():
     """Logits are wider than the tokenizer knows; the padding is as likely as anything else."""
     lm = models.target()
@@ -415,23 +406,21 @@ def test_cancelling_frees_the_state(pair):
 
 
 TREES = [
-    (json_schema(PERSON, 1), "llguidance", '{"name": "Tim"'),
-    (json_schema({"type": "object", "minProperties": 1, "properties": {"b": {}, "a": {}}}), "xgrammar", '{"a": ["'),
-    (regex(SENTENCE), "llguidance", "Tom cat d"),
-    (regex("yes|yesterday"), "llguidance", "yes"),
-    (choice(["ab", "abc", "b"]), "llguidance", "ab"),
-    (lark('start: "(" start ")" | /[a-c]+/'), "llguidance", "((ab)"),
-    (ebnf('root ::= "(" root ")" | [a-c]+'), "xgrammar", "((ab)"),
+    (json_schema(PERSON, 1), '{"name": "Tim"'),
+    (regex(SENTENCE), "Tom cat d"),
+    (regex("yes|yesterday"), "yes"),
+    (choice(["ab", "abc", "b"]), "ab"),
+    (lark('start: "(" start ")" | /[a-c]+/'), "((ab)"),
+    (ebnf('root ::= "(" root ")" | [a-c]+'), "((ab)"),
 ]
 
 
-@pytest.mark.parametrize(("rule", "library", "text"), TREES)
+@pytest.mark.parametrize(("rule", "text"), TREES)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_masks_of_a_tree_are_those_of_each_path_alone(pair, rule, library, text, data):
+def test_masks_of_a_tree_are_those_of_each_path_alone(pair, rule, text, data):
     """The depth-first walk, with what it remembers, against a fresh automaton per node."""
     constraint = rule.bind(pair.tokenizer, 8192, pair.eos_ids)
-    assert constraint.library == library
     state = constraint.open()
     parents = [-1] + [data.draw(st.integers(0, i)) for i in range(data.draw(st.integers(0, 7)))]
     begun = pair.encode(text)[: data.draw(st.integers(0, 6))]
@@ -494,14 +483,18 @@ def test_an_automaton_of_ones_own_constrains_the_engine():
             json_schema('{"type":'),
             "the JSON schema cannot be compiled: it is not JSON: Expecting value",
         ),
-        (json_schema({"type": "array", "uniqueItems": True}), "cannot be compiled: .*'uniqueItems' .at #. is not"),
+        (
+            json_schema({"type": "array", "uniqueItems": True}),
+            r'the JSON schema cannot be compiled: Unimplemented keys: \["uniqueItems"\]',
+        ),
         (regex("a{3,1}"), "the regex cannot be compiled: .*"),
         (regex("[a--b]"), "the regex cannot be compiled: .--. in the character class .* has two meanings"),
         (lark("start: x"), "the Lark cannot be compiled: .*x"),
         (lark("start: x\nx[max_tokens=3]: /a+/"), "the Lark cannot be compiled: .max_tokens. is not supported"),
-        (json_schema({"type": "nope"}), r"the JSON schema cannot be compiled: .*nope.* .llguidance.; "),
-        (ebnf('rot ::= "a"'), 'the EBNF cannot be compiled: .*"root" is not found'),
-        (ebnf("root ::= []"), "no token of the vocabulary goes on with the EBNF"),
+        (json_schema({"type": "nope"}), r"the JSON schema cannot be compiled: [^;]*nope[^;]*$"),
+        (ebnf('rot ::= "a"'), "the EBNF cannot be compiled: No .root. rule found"),
+        (ebnf('root ::= "a" foo'), "the EBNF cannot be compiled: Rule .foo. not found"),
+        (lark("start: B\nB: /b/ & /c/"), "no token of the vocabulary goes on with the Lark"),
         ([], "got 0 constraints for 1 prompts"),
     ],
     ids=lambda value: "" if isinstance(value, str) else getattr(value, "text", "count"),
@@ -539,21 +532,13 @@ def test_whitespace_cannot_be_negative():
         any_json(-1)
 
 
-def test_a_schema_that_only_xgrammar_keeps_says_how_to_install_it(pair, monkeypatch):
-    monkeypatch.setitem(sys.modules, "xgrammar", None)
-    pointer = json_schema({"type": "string", "format": "json-pointer", "title": "alone"})
-    with pytest.raises(InputError, match=r"json-pointer \(llguidance\); .*pip install \"outrider\[xgrammar\] @"):
-        pointer.bind(pair.tokenizer, 8192, pair.eos_ids)
-    assert rules('root ::= "one" | "two"').bind(pair.tokenizer, 8192, pair.eos_ids).library == "llguidance"
-
-
 def test_rules_are_read_as_what_they_are():
     assert rules('start: "a"').kind == rules("%llguidance {}\nstart[lazy]: /a/").kind == "Lark"
     assert rules('root ::= start\nstart ::= "a"').kind == "EBNF"
 
 
 def test_importing_outrider_imports_no_library_of_grammars():
-    code = "import sys, outrider; print({'llguidance', 'xgrammar', 'pydantic'} & sys.modules.keys())"
+    code = "import sys, outrider; print({'llguidance', 'pydantic'} & sys.modules.keys())"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "set()"
 

@@ -440,7 +440,7 @@ def test_jobs_of_a_closed_event_loop_are_cancelled():
 
 
 def test_texts_and_messages_become_tokens_and_grammars_are_bound_off_the_loop():
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     busy = outrider.load(dtype="float32")
 
     async def work(service):
