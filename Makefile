@@ -19,29 +19,15 @@ UNBOUND := import re, tomllib; project = tomllib.load(open('pyproject.toml', 'rb
 	required = sum(project['optional-dependencies'].values(), project['dependencies']); \
 	print(*sorted({re.split('[<>=~]', each)[0] for each in required} - {'torch'}), sep='\n')
 
-# Where environments of other engines are made: `make vllm-environment DIR=envs`.
-DIR ?= $(HOME)/.cache/outrider/peers
-
-.PHONY: demo test test-quantised test-floor test-newest lint types layers check clients schemathesis audit clean FORCE \
-	vllm-environment engine-environments in-vllm real
+.PHONY: demo test test-floor test-newest lint types layers check real clean FORCE
 
 demo: $(PREPARED)
 	@echo "== The embedded pair speaks; then what was measured =="
 	$(BIN)/outrider generate --compare --prompt "One day, a boy named Tim went to the park with his dog. They" --temperature 0 --max-new-tokens 128
 
 test: $(TOOLS)
-	@echo "== All tests (about twenty minutes on two cores) =="
+	@echo "== All tests =="
 	$(BIN)/python -m pytest -n auto --dist worksteal
-
-# Libraries that quantise, and adapters, are in no extra that other tests install.
-test-quantised:
-	@echo "== Quantised targets and adapters, in .venv-quantised =="
-	"$(PYTHON)" -m venv .venv-quantised
-	.venv-quantised/bin/python -m pip install --quiet "$(TORCH)"
-	grep -v '^torch==' constraints.txt > .venv-quantised/constraints.txt
-	.venv-quantised/bin/python -m pip install --quiet -c .venv-quantised/constraints.txt "$(TORCH)" -e ".[dev,train,peft]"
-	.venv-quantised/bin/python -m pip install --quiet -c .venv-quantised/constraints.txt "$(TORCH)" torchao optimum-quanto compressed-tensors bitsandbytes
-	.venv-quantised/bin/python -m pytest tests/lm/test_quantisers.py tests/lm/test_quantised.py tests/lm/test_wrapped.py
 
 # PyPI's build of the floor is the one with CUDA; FLOOR_TORCH may name another.
 test-floor:
@@ -81,34 +67,8 @@ real: $(TOOLS)
 	@echo "== Every command once on real models: SmolLM2 and a pair of Qwen2.5-Coder; about 45 minutes on two cores =="
 	$(BIN)/python -m recipes real
 
-# Each client has an environment of its own, below the user's cache; ENVIRONMENTS names another folder.
-clients: $(TOOLS)
-	@echo "== Clients that others wrote, against a server of ours; several GB, most of them for the load generators =="
-	$(BIN)/python -m recipes clients $(if $(ENVIRONMENTS),--environments "$(ENVIRONMENTS)")
-
-# Every value and every limit of every field once (coverage), then 50 random requests for each of the 25 operations.
-schemathesis: $(TOOLS)
-	@echo "== Requests made from the server's OpenAPI description: all operations, a few minutes on two cores =="
-	$(BIN)/python -m recipes clients --only schemathesis --examples 50 $(if $(ENVIRONMENTS),--environments "$(ENVIRONMENTS)")
-
-audit: $(TOOLS)
-	@echo "== Known vulnerabilities of the pinned versions =="
-	$(BIN)/python -m recipes audit $(if $(ENVIRONMENTS),--environments "$(ENVIRONMENTS)")
-
-vllm-environment: $(TOOLS)
-	@echo "== vLLM in an environment of its own, below $(DIR); minutes, and three gigabytes =="
-	$(BIN)/python -m outrider.bench.engines vllm --environments "$(DIR)"
-
-engine-environments: $(TOOLS)
-	@echo "== vLLM, llama.cpp and OpenVINO GenAI, each in an environment of its own, below $(DIR) =="
-	$(BIN)/python -m outrider.bench.engines vllm llama openvino --environments "$(DIR)"
-
-in-vllm: $(TOOLS)
-	@echo "== Exported drafters in vLLM, llama.cpp and OpenVINO GenAI, against what Outrider measured =="
-	$(BIN)/python -m recipes in_vllm --environments "$(DIR)" --out runs/in-vllm
-
 clean:
-	rm -rf $(VENV) .venv-floor .venv-newest .venv-quantised
+	rm -rf $(VENV) .venv-floor .venv-newest
 
 # torch first and by itself: a looser requirement would fetch a build with CUDA, gigabytes of it. It is named again
 # beside the rest, without its pin, so that `make TORCH=...` is kept.
