@@ -83,7 +83,8 @@ def plan(parts: Parts, seats: Sequence[Seat], most: int | None) -> Plan:
 def alike(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     """Group chunks that can share a forward without much padding. A chunk of a suspect stays alone."""
     groups: list[list[Chunk]] = []
-    for chunk in sorted(chunks, key=lambda chunk: (chunk.seat.suspect, -chunk.count)):
+    drafters = {id(drafter): i for i, drafter in enumerate(chunk.seat.state.drafter for chunk in chunks)}
+    for chunk in sorted(chunks, key=lambda c: (c.seat.suspect, drafters[id(c.seat.state.drafter)], -c.count)):
         if groups and not chunk.seat.suspect and chunk.like(groups[-1][0]):
             groups[-1].append(chunk)
         else:

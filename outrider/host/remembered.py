@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,7 @@ def _instructions() -> list[str]:
     return sorted({name for name in names if name.startswith(INSTRUCTIONS)})
 
 
+@cache
 def _of_cpu(field: str) -> str:
     """A field of the first processor in Linux's table; empty if it is not there."""
     try:
@@ -115,6 +117,7 @@ def _of_cpu(field: str) -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field) and ":" in line), "")
 
 
+@cache
 def _version(package: str) -> str | None:
     """The version of an installed package; None if the package runs from a folder."""
     try:

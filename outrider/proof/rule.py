@@ -44,10 +44,9 @@ def law_error(parts: Parts) -> float:
     step, and is enumerated over more steps. Two requests of one batch, each with a drafter of its own, are run by an
     engine to their ends.
     """
-    found = max(_routed(parts), _behind_taps(parts) if parts.drafter.taps else _behind_tokens(parts))
-    if isinstance(parts.length, LoadPolicy):
-        return max(found, law_error(replace(parts, length=FixedLength())))
-    return found
+    lengths = [parts, replace(parts, length=FixedLength())] if isinstance(parts.length, LoadPolicy) else [parts]
+    found = [_behind_taps(each) if each.drafter.taps else _behind_tokens(each) for each in lengths]
+    return max(_routed(parts), *found)
 
 
 def _routed(parts: Parts) -> float:

@@ -35,6 +35,19 @@ def test_a_route_chooses_the_drafter_of_each_request_once():
     assert free_slots(busy) == [8, 8]
 
 
+def test_new_requests_of_two_drafters_that_take_turns_share_two_forwards():
+    busy = engine("model", max_slots=4)
+    drafters = [busy.parts.drafter, NgramDrafter(prompt_lookup_min=1)]
+    busy.route = lambda request: drafters[request.prompt[0] % 2]
+    for first in range(5, 9):
+        busy.add([first, 6, 7], max_new_tokens=2, sampling=GREEDY)
+    before = busy.parts.target.num_forwards
+    busy.step()
+    # One for the prompts of each drafter, and the step itself.
+    assert busy.parts.target.num_forwards - before == 3
+    busy.rest()
+
+
 def test_a_request_whose_drafter_does_not_fit_ends_with_the_reason():
     busy = engine("ngram", "match")
     busy._refuses = lambda parts: None if isinstance(parts.drafter, NgramDrafter) else "this drafter does not fit"

@@ -22,7 +22,7 @@ from outrider.lm.model import LanguageModel
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import translation
-from outrider.proof.gate import PACKAGE, gate, key, openings
+from outrider.proof.gate import PACKAGE, _read, gate, key, openings
 from outrider.trees.chain import ChainTree
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.token import TokenVerifier
@@ -239,25 +239,32 @@ def test_the_gate_keeps_nothing_where_nothing_is_to_be_kept(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        "[" * 100_000,
-        '{"num_tokens": 96, "differences": ' + "[" * 900 + "]" * 900 + "}",
-        '{"num_tokens": null, "differences": []}',
-        '{"num_tokens": 96, "differences": 3}',
-        '{"num_tokens": 96, "differences": [{"prompt": 0, "position": 0, "plain": 1, "drafted": 2, "gap": "x"}]}',
-        '{"num_tokens": 96}',
-    ],
-)
-def test_what_the_gate_kept_and_makes_no_sense_counts_as_nothing(values, tmp_path, monkeypatch):
+DIFFERENCE = {"prompt": 0, "position": 0, "plain": 1, "drafted": 2, "gap": 0.5, "span": 1.0}
+NONSENSE = [
+    {"num_prompts": None},
+    {"dice": "likely"},
+    {"nodes": {"num_nodes": 3}},
+    {"identity": None},
+    {"identity": {"num_tokens": 96}},
+    {"identity": {"num_tokens": None, "differences": []}},
+    {"identity": {"num_tokens": 96, "differences": 3}},
+    {"identity": {"num_tokens": 96, "differences": [DIFFERENCE | {"gap": "x"}]}},
+]
+DAMAGED = ["[" * 100_000, '{"num_tokens": 96, "differences": ' + "[" * 900 + "]" * 900 + "}"]
+
+
+def test_what_the_gate_kept_and_makes_no_sense_counts_as_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     made = with_models(llama(), llama(num_layers=1))
-    name = key(made, openings(made))
-    remembered.write("gate", {"pair": name}, {"here": 1})
+    found, record = gate(made), {"pair": key(made, openings(made))}
+    kept = remembered.read("gate", record)
+    assert _read(kept) == found
+    assert _read(kept | {"identity": {"num_tokens": 96, "differences": [DIFFERENCE]}}) is not None
+    assert [_read(kept | values) for values in NONSENSE] == [None] * len(NONSENSE)
+    assert [_read({name: kept[name] for name in kept if name != left_out}) for left_out in kept] == [None] * len(kept)
     [file] = tmp_path.iterdir()
-    file.write_text(f'{{"key": {{"pair": "{name}"}}, "values": {values}}}')
+    for values in DAMAGED:
+        file.write_text(f'{{"key": {{"pair": "{record["pair"]}"}}, "values": {values}}}')
+        assert _read(remembered.read("gate", record)) is None
     assert gate(made).fault is None
-    kept = remembered.read("gate", {"pair": name})
-    assert kept is not None
-    assert kept["identity"] == {"num_tokens": 96, "differences": []}
+    assert remembered.read("gate", record)["identity"] == kept["identity"] == {"num_tokens": 96, "differences": []}
