@@ -15,6 +15,7 @@ import torch
 from outrider.core.deadline import Deadline
 from outrider.core.progress import task
 from outrider.core.types import InputError
+from outrider.decoding.protocol import NoDistribution
 from outrider.engine.engine import Engine
 from outrider.host import remembered
 from outrider.lengths.experience import Experience
@@ -30,6 +31,7 @@ TIME_LIMIT = 60.0
 PROMPTS = ("Once upon a time", "The answer to the question is", "def main(")
 """Three openings of texts."""
 PACKAGE = Path(__file__).parent.parent
+REFUSED = "no speedup is printed for it. `outrider prove` shows more"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,29 +93,48 @@ def gate(engine: Engine, time_limit: float = TIME_LIMIT) -> Passed:
     name = key(engine, prompts)
     found = None if name is None else _read(remembered.read("gate", {"pair": name}))
     if found is None or (found.time_limit < time_limit and found.seconds >= found.time_limit):
-        began, until = time.monotonic(), Deadline.after(time_limit)
-        with task("the dice"):
-            dice = dice_law_of(engine).p_value
-        with task("a copy in float32"):
-            exact = in_float32(engine)
-        room = min(each.parts.target.max_context for each in (engine, exact)) - max(len(p) for p in prompts)
-        nodes = compare_nodes(exact, prompts, min(NUM_SAMPLED, room), until.part(0.4))
-        same = identity(exact, prompts, min(NUM_TOKENS, room), until)
-        found = Passed(
-            identity=same,
-            nodes=nodes,
-            dice=dice,
-            num_prompts=len(prompts),
-            seconds=time.monotonic() - began,
-            time_limit=time_limit,
-        )
+        try:
+            found = _checked(engine, prompts, time_limit)
+        except Exception as error:
+            raise InputError(f"a check of this pair failed: {failure(error)}; {REFUSED}") from error
         if name is not None:
             # A gap that is not a number is not kept.
             with suppress(ValueError):
                 remembered.write("gate", {"pair": name}, asdict(found))
     if found.fault is not None:
-        raise InputError(f"{found.fault}; no speedup is printed for it. `outrider prove` shows more")
+        raise InputError(f"{found.fault}; {REFUSED}")
     return found
+
+
+def failure(error: Exception) -> str:
+    """What an error that ended a check says of the pair, in one sentence.
+
+    Raises:
+        InputError: The error itself, where it says that what was asked cannot be checked; that is no fault.
+    """
+    if isinstance(error, InputError) and not isinstance(error, NoDistribution):
+        raise error
+    return f"it ended with {type(error).__name__}: {' '.join(str(error).split()) or 'no reason'}"
+
+
+def _checked(engine: Engine, prompts: Sequence[list[int]], time_limit: float) -> Passed:
+    """What the checks find."""
+    began, until = time.monotonic(), Deadline.after(time_limit)
+    with task("the dice"):
+        dice = dice_law_of(engine).p_value
+    with task("a copy in float32"):
+        exact = in_float32(engine)
+    room = min(each.parts.target.max_context for each in (engine, exact)) - max(len(p) for p in prompts)
+    nodes = compare_nodes(exact, prompts, min(NUM_SAMPLED, room), until.part(0.4))
+    same = identity(exact, prompts, min(NUM_TOKENS, room), until)
+    return Passed(
+        identity=same,
+        nodes=nodes,
+        dice=dice,
+        num_prompts=len(prompts),
+        seconds=time.monotonic() - began,
+        time_limit=time_limit,
+    )
 
 
 def openings(engine: Engine) -> list[list[int]]:

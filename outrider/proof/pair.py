@@ -6,12 +6,10 @@ from typing import TypeVar
 
 from outrider.core.deadline import ENDLESS, Deadline
 from outrider.core.progress import task
-from outrider.core.types import InputError
-from outrider.decoding.protocol import NoDistribution
 from outrider.engine.engine import Engine
 from outrider.lm.protocol import LM
 from outrider.proof.draws import DiceLaw, dice_law_of
-from outrider.proof.gate import NUM_SAMPLED, NUM_TOKENS, in_float32, openings
+from outrider.proof.gate import NUM_SAMPLED, NUM_TOKENS, failure, in_float32, openings
 from outrider.proof.identity import Identity, identity
 from outrider.proof.nodes import Nodes, compare_nodes
 from outrider.proof.plain import model_of
@@ -126,10 +124,7 @@ def _checked(name: str, check: Callable[[], Result], errors: dict[str, str]) -> 
     try:
         return check()
     except Exception as error:
-        if isinstance(error, InputError) and not isinstance(error, NoDistribution):
-            raise
-        reason = " ".join(str(error).split()) or "no reason"
-        errors[name] = f"it ended with {type(error).__name__}: {reason}"
+        errors[name] = failure(error)
         return None
 
 

@@ -332,9 +332,16 @@ def test_prompts_of_the_rows_take_over_slots_and_copies():
 
 
 def test_the_gate_prints_no_speedup_of_a_fault_that_greedy_texts_hide(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     the_first_settings_for_all(monkeypatch)
     with pytest.raises(InputError, match="rows at drafts of this pair are not those of transformers"):
+        gate(pair())
+
+
+def test_an_error_in_a_check_of_the_gate_is_one_sentence(monkeypatch, tmp_path):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    copies_that_fail(monkeypatch)
+    with pytest.raises(InputError, match="a check of this pair failed: it ended with IndexError: there is no such row"):
         gate(pair())
 
 

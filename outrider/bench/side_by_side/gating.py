@@ -3,7 +3,7 @@
 from outrider.core.inputs import InputError
 from outrider.core.progress import task
 from outrider.engine.engine import Engine
-from outrider.proof.gate import gate
+from outrider.proof.gate import failure, gate
 from outrider.proof.pair import LAW_BOUND
 from outrider.proof.rule import law_error
 
@@ -28,9 +28,12 @@ def passed(engine: Engine, time_limit: float) -> str:
     if is_lossy(engine):
         return "not checked, because it says of itself that it is lossy"
     with task("its law, enumerated on small tables"):
-        error = law_error(engine.parts)
-    if not error < LAW_BOUND:
-        raise NotLossless(f"its law is not the target's: enumerated on small tables, it is off by {error:.2g}")
+        try:
+            off = law_error(engine.parts)
+        except Exception as error:
+            raise NotLossless(f"its law cannot be enumerated on small tables: {failure(error)}") from error
+    if not off < LAW_BOUND:
+        raise NotLossless(f"its law is not the target's: enumerated on small tables, it is off by {off:.2g}")
     try:
         return gate(engine, time_limit).told
     except InputError as failed:

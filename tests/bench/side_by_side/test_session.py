@@ -46,6 +46,15 @@ class Generous(TokenVerifier):
         return side.verdict(num_accepted, recover(draft, dice, target_rows, last, rejected))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Forgetful(TokenVerifier):
+    """Draws twice with one coin, which the enumeration refuses."""
+
+    def verify(self, draft, target_rows, dice):
+        super().verify(draft, target_rows, dice)
+        return super().verify(draft, target_rows, dice)
+
+
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     """A tiny pair on a trace of ten requests with shared beginnings."""
@@ -191,6 +200,16 @@ def quickened(found: Measurement, way: str) -> Measurement:
     """The same measurement, had this way been a thousand times as fast, in a process of its own if it is no ours."""
     rows = [{**row, "seconds": row["seconds"] / 1000} if row["method"] == way else row for row in found.rows]
     return replace(found, rows=rows, outside={"transformers"})
+
+
+def test_an_error_in_the_enumeration_stops_one_configuration_with_one_sentence(plan):
+    broken = Configuration(name="broken", options={"verifier": Forgetful(), "allow_lossy": True})
+    found = measure(replace(plan, configurations=(broken, *plan.configurations[1:]), num_prompts=1, rounds=1))
+    assert list(found.stopped) == ["broken"]
+    assert found.stopped["broken"].startswith(
+        "its law cannot be enumerated on small tables: it ended with RuntimeError: "
+    )
+    assert "two" in found.ways
 
 
 def test_a_biased_configuration_is_stopped_and_the_others_go_on(plan):
