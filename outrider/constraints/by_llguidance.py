@@ -30,8 +30,6 @@ SPACE = r"[\x20\x0A\x0D\x09]"
 """Whitespace of JSON."""
 ESCAPES = 'nrbtf\\"'
 """Letters of the escapes in strings. With \\u the name of a property that is not listed may spell a listed one."""
-NOT_ROLLED_BACK = re.compile(r"\[[^\]\n]*\b(max_tokens|stop)\b[^\]\n]*\]\s*:")
-"""Options of Lark rules after which a matcher cannot take tokens back."""
 DEAD_END = "NoExtensionBias"
 """llguidance's error where no token may come."""
 FREE = '\n%llguidance {"no_forcing": true}\n'
@@ -144,8 +142,6 @@ def _schemas(text: str, max_whitespace: int | None) -> list[dict[str, Any]]:
 def _lark(grammar: GrammarText) -> str:
     """The rules of a grammar in llguidance's dialect of Lark."""
     if grammar.kind == "Lark":
-        if found := NOT_ROLLED_BACK.search(grammar.text):
-            raise InputError(f"{found[1]!r} is not supported, because drafts must be taken back; use 'suffix'")
         return grammar.text
     from llguidance.gbnf_to_lark import gbnf_to_lark
 

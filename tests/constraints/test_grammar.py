@@ -77,6 +77,10 @@ def numbers(text: str) -> None:
     assert re.fullmatch(r"(one|two|three)(, (one|two|three)){0,3}!", text), text
 
 
+def few_words(text: str) -> None:
+    assert re.fullmatch("[a-z ]+!", text), text
+
+
 RULES = [
     pytest.param(json_schema(PERSON, max_whitespace=1), person, id="schema"),
     pytest.param(json_schema(json.dumps(PERSON), max_whitespace=0), person, id="compact-schema"),
@@ -86,6 +90,7 @@ RULES = [
         numbers,
         id="ebnf",
     ),
+    pytest.param(lark('start: words "!"\nwords[max_tokens=3]: /[a-z ]+/'), few_words, id="max-tokens"),
 ]
 
 
@@ -412,6 +417,8 @@ TREES = [
     (choice(["ab", "abc", "b"]), "ab"),
     (lark('start: "(" start ")" | /[a-c]+/'), "((ab)"),
     (ebnf('root ::= "(" root ")" | [a-c]+'), "((ab)"),
+    (lark('start: words "!" words\nwords[max_tokens=2]: /[a-z ]+/'), "a dog!"),
+    (lark('start: (words "!")*\nwords[stop="."]: /[a-z .]*/'), "a dog.!"),
 ]
 
 
@@ -490,7 +497,6 @@ def test_an_automaton_of_ones_own_constrains_the_engine():
         (regex("a{3,1}"), "the regex cannot be compiled: .*"),
         (regex("[a--b]"), "the regex cannot be compiled: .--. in the character class .* has two meanings"),
         (lark("start: x"), "the Lark cannot be compiled: .*x"),
-        (lark("start: x\nx[max_tokens=3]: /a+/"), "the Lark cannot be compiled: .max_tokens. is not supported"),
         (json_schema({"type": "nope"}), r"the JSON schema cannot be compiled: [^;]*nope[^;]*$"),
         (ebnf('rot ::= "a"'), "the EBNF cannot be compiled: No .root. rule found"),
         (ebnf('root ::= "a" foo'), "the EBNF cannot be compiled: Rule .foo. not found"),
