@@ -137,7 +137,7 @@ def test_logits_are_those_of_transformers_own_reading(name, kind, tmp_path):
 def test_numbers_keep_their_dtype_and_blocks_become_bfloat16(kind, dtype, tmp_path):
     file = write_gguf(tmp_path / "model.gguf", tiny("llama"), kind=kind)
     opened = open_model(str(file), device="cpu")
-    assert {weight.dtype for weight in opened.parameters()} == {dtype}
+    assert {weight.dtype for weight in opened.parameters()} == {open_config(str(file)).dtype} == {dtype}
     assert open_model(str(file), dtype="float64", device="cpu").dtype == torch.float64
 
 

@@ -93,17 +93,17 @@ def check_libraries(file: Path) -> None:
 
 
 def gguf_config(place: Place) -> PreTrainedConfig:
-    """The config that a GGUF file's header stands for. Raises what transformers raises."""
+    """The config that a GGUF file's header stands for, in the dtype of its weights. Raises what transformers raises."""
     file = place.file
     assert file is not None
-    header(file)
+    dtype = header(file).dtype
     began, kept = time.time_ns(), unpacked.kept(file, "config")
     if kept is None:
         seen = file.stat()
         config = _config(place.folder, str(place.gguf), seen.st_size, seen.st_mtime_ns)
         kept = unpacked.keep(file, "config", config.save_pretrained, began)
     found = copy.deepcopy(config) if kept is None else AutoConfig.from_pretrained(kept)
-    found.name_or_path = place.name
+    found.name_or_path, found.dtype = place.name, dtype
     return found
 
 
