@@ -1,8 +1,11 @@
 """The training loop: what it learns, what it repeats, what it keeps, and what stops it."""
 
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -138,6 +141,26 @@ def test_a_run_killed_between_checkpoints_by_steps_has_one_by_minutes_and_goes_o
     assert len([*(tmp_path / "killed" / FOLDER).glob("step-*.pt")]) == 1
     train(Bigram(seed=7), batches(), rare, tmp_path / "killed")
     assert same(weights(tmp_path / "killed"), weights(tmp_path / "alone"))
+
+
+def test_with_default_settings_a_run_of_60_seconds_killed_at_step_50_keeps_half_of_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    class OneSecond(Bigram):
+        def forward(self, batch):
+            nonlocal now
+            now += 1
+            if batch.step == 50:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().forward(batch)
+
+    monkeypatch.setattr("outrider.training.loop.steps.time", SimpleNamespace(perf_counter=lambda: now))
+    with pytest.raises(KeyboardInterrupt):
+        train(OneSecond(), batches(), Settings(steps=60, batch_size=4, max_length=16), tmp_path)
+    [kept] = (tmp_path / FOLDER).glob("step-*.pt")
+    assert 25 <= int(kept.stem.removeprefix("step-")) < 50
 
 
 def test_a_run_that_has_ended_is_not_made_again(tmp_path: Path) -> None:
