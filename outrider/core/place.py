@@ -65,6 +65,22 @@ def place_of(name: str, what: str = "model", revision: str | None = None) -> Pla
     return Place(name=name, folder=name)
 
 
+def on_disk(place: Place, revision: str | None = None) -> Path:
+    """The GGUF file or the directory of a checkpoint that was opened. That of a hub id lies in the hub's cache.
+
+    Args:
+        revision: Branch, tag or commit of the hub id that was opened.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    if place.file is not None:
+        return place.file
+    kept = None
+    if not os.path.isdir(place.folder):
+        kept = try_to_load_from_cache(place.folder, CONFIGS[0], revision=revision)
+    return Path(kept).parent if isinstance(kept, str) else Path(place.folder)
+
+
 def is_gguf(file: Path) -> bool:
     """Whether a file begins as GGUF files do."""
     with open(file, "rb") as opened:

@@ -16,7 +16,7 @@ from outrider.bench.engines.environments import CannotMake, Room
 from outrider.bench.engines.process import Process, Refused, Stopped
 from outrider.bench.side_by_side.ways import BatchWay, driver_way, transformers_way
 from outrider.core.inputs import InputError, unknown
-from outrider.core.place import place_of
+from outrider.core.place import on_disk, place_of
 from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation
 
@@ -81,6 +81,7 @@ class Peers:
         new_tokens: Tokens of an answer.
         batch: Most prompts at once.
         threads: Threads of each.
+        revision: Branch, tag or commit of the target's hub id.
 
     Attributes:
         left_out: What is left out, and why, in a sentence each.
@@ -93,6 +94,7 @@ class Peers:
     new_tokens: int
     batch: int
     threads: int
+    revision: str | None = None
     left_out: dict[str, str] = field(default_factory=dict)
     _running: ExitStack = field(default_factory=ExitStack)
 
@@ -186,14 +188,14 @@ class Peers:
             raise CannotMake(f"it is compared in {' or '.join(NEARLY)}; the target computes in {self._dtype}")
         target: Any = self.engine.parts.target
         places: list[Path | None] = []
-        for what, model in (("target", target.model), ("draft model", draft_model_of(self.engine))):
+        opened = (("target", target.model, self.revision), ("draft model", draft_model_of(self.engine), None))
+        for what, model, revision in opened:
             if model is None:
                 places.append(None)
                 continue
-            found = place_of(str(model.name_or_path))
-            place = found.file or Path(found.folder)
+            place = on_disk(place_of(str(model.name_or_path), revision=revision), revision)
             if not place.is_file() and not any(place.glob("*.safetensors")):
-                raise CannotMake(f"the {what} must be a GGUF file or a local folder with safetensors, got {place}")
+                raise CannotMake(f"the {what} must be a GGUF file or a checkpoint with safetensors, got {place}")
             places.append(converted(other, room, place, self.options.environments, self._dtype))
         first, draft = places
         if first is None:

@@ -205,6 +205,7 @@ def measure(
             new_tokens=generation.max_new_tokens,
             batch=plan.concurrency,
             threads=torch.get_num_threads(),
+            revision=plan.setup.revision,
             left_out=found.left_out,
         )
         with peers:

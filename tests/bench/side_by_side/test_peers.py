@@ -1,10 +1,12 @@
 """Other engines take part where they are here, and say what the target says; others are left out with a sentence."""
 
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 import outrider
 from outrider import InputError, Sampling
@@ -106,6 +108,22 @@ def test_another_engine_answers_the_same_tokens_for_as_long(some_of, engine, mon
     assert [each.prompt_tokens for each in one.served] == [each.prompt_tokens for each in other.served]
     assert [(each.id, each.num_tokens) for each in other.served] == [("a#1", TOKENS), ("a#2", TOKENS)]
     assert other.served[0].ended == other.served[1].arrived < other.served[1].ended == other.seconds
+
+
+def test_the_files_of_a_hub_id_lie_in_the_hubs_cache(some_of, tmp_path, monkeypatch):
+    kept, commit = tmp_path / "models--org--name", "0" * 40
+    shutil.copytree(EMBEDDED_DRAFT, kept / "snapshots" / commit)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "old").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    behind = replace(scripted("plain"), title="Behind", command=lambda _: transformers_driver.COMMAND)
+    monkeypatch.setattr(peers, "OUTSIDE", {"vllm": behind})
+    with some_of(names=("vllm",), pythons={"vllm": Path(sys.executable)}) as made:
+        made.engine = outrider.load("org/name", revision="old", drafter="none", dtype="float32", max_slots=2)
+        made.revision = "old"
+        names = [way.name for way in made.ways()]
+    assert (names, made.left_out) == (["Behind, plain"], {})
 
 
 def test_transformers_own_speculation_takes_one_prompt_at_a_time(some_of, engine):
