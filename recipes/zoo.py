@@ -332,8 +332,7 @@ def main(
                 if place is not None:
                     with place.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(row) + "\n")
-    text = markdown([row for row in rows if row["model_type"] in names])
     if page is None:
-        typer.echo(text)
+        typer.echo(markdown([row for row in rows if row["model_type"] in names]))
     else:
-        files.replace(page, text.encode())
+        files.replace(page, markdown(rows).encode())

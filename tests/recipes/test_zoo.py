@@ -13,9 +13,9 @@ from recipes.tiny import MODEL_TYPES, Float64, tiny_config
 ROOT = Path(__file__).parent.parent.parent
 ROWS = read_rows(ROOT / "measurements" / "architectures" / "rows.jsonl")
 PAGE = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
-SAME_VERSION = pytest.mark.skipif(
-    {row["transformers"] for row in ROWS} != {version("transformers")},
-    reason="the page was made with another version of transformers",
+KNOWN_VERSION = pytest.mark.skipif(
+    version("transformers") not in {row["transformers"] for row in ROWS},
+    reason="no row of the page was made with this version of transformers",
 )
 NEW = pytest.mark.skipif("lfm3" not in MODEL_TYPES, reason="younger than the oldest transformers supported")
 
@@ -72,7 +72,7 @@ def test_the_page_is_made_from_its_rows_and_nothing_in_them_is_wrong():
     assert [row for row in ROWS if not zoo.right(row) and not {"refused", "untried"} & set(row)] == []
 
 
-@SAME_VERSION
+@KNOWN_VERSION
 def test_every_architecture_has_a_row_and_is_refused_with_the_sentence_in_it():
     assert {row["model_type"] for row in ROWS if not row["variant"]} == set(MODEL_TYPES)
     for row in ROWS:
