@@ -1,12 +1,13 @@
-"""Collect the published claims that were tested into one page, `docs/claims.md`.
+"""Collect the published claims that were tested into one page, `docs/laboratory/claims.md`.
 
-`python -m recipes claims --out docs/claims.md` reads the `claims.json` and `circumstances.json` that the recipes
-`block_gain`, `budgets`, `optimal_rate`, `stopping`, `sharing`, `marginals`, `pearl`, and those that train drafters,
-wrote to the folders of `measurements`, and makes one row per claim, with a column for each pair. `REASONS`, which
-people write, explains why our figures differ from the papers'.
+`python -m recipes claims --out docs/laboratory/claims.md` reads the `claims.json` and `circumstances.json` that the
+recipes wrote to the folders of `measurements`: `block_gain`, `budgets`, `optimal_rate`, `stopping`, `sharing`,
+`marginals`, `pearl`, and those that train drafters. It makes one row per claim, with a column for each pair. `REASONS`,
+which people write, explains why our figures differ from the papers'.
 """
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from outrider.bench.report import table
 from outrider.core import files
 from outrider.core.types import InputError
 
+WIDTH = 130
+"""Most characters of a line of prose."""
 MEASUREMENTS = ROOT / "measurements"
 VERDICTS = {True: "yes", False: "no", None: "undecided"}
 TRAINED = "trained"
@@ -329,7 +332,7 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
     made = lines(runs)
     pairs = [pair for pair in dict.fromkeys(draft_of(run) for run in runs) if pair != TRAINED]
     about = [described(run) for run in runs]
-    return "\n".join(
+    whole = "\n".join(
         [
             f"{HEAD}{total(made)}\n\n{overview(made, pairs)}",
             *([f"{OF_TRAINING}{overview(made, [TRAINED])}"] if any(TRAINED in line.found for line in made) else []),
@@ -339,6 +342,15 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
             f"{METHOD}## Runs\n\n{chr(10).join(about)}\n",
         ]
     )
+    return "\n".join(map(wrapped, whole.split("\n")))
+
+
+def wrapped(line: str) -> str:
+    """A line of the page in lines of at most 130 characters; rows of tables are left as they are."""
+    if len(line) <= WIDTH or line.startswith("|"):
+        return line
+    within = "  " if line.startswith("- ") else ""
+    return textwrap.fill(line, WIDTH, subsequent_indent=within, break_long_words=False, break_on_hyphens=False)
 
 
 def described(run: Mapping[str, Any]) -> str:
@@ -355,7 +367,7 @@ def described(run: Mapping[str, Any]) -> str:
     if "max_new_tokens" in given:
         told += f", tokens: at most {given['max_new_tokens']}"
     text = (
-        f"- [{place}](../{place}/table.md): `{run['recipe']}`, {told}; "
+        f"- [{place}](../../{place}/table.md): `{run['recipe']}`, {told}; "
         f"{made['cpu']}, {made['threads']} threads, torch {made['versions']['torch']}, commit "
         f"{str(made['commit'])[:10]}{changed}, {made['date'][:10]}"
     )
@@ -363,7 +375,7 @@ def described(run: Mapping[str, Any]) -> str:
     if not timed or not (ROOT / timed / "circumstances.json").exists():
         return f"{text}."
     clock = read_record(ROOT / timed)["circumstances"]
-    return f"{text}. Times: [{timed}](../{timed}), commit {str(clock['commit'])[:10]}, {clock['date'][:10]}."
+    return f"{text}. Times: [{timed}](../../{timed}), commit {str(clock['commit'])[:10]}, {clock['date'][:10]}."
 
 
 def runs_of(measurements: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,8 @@
 `python -m recipes plan --out DIR` records plain runs on one half of the prompts, at each temperature, and predicts
 chains and trees of a draft model and of suffix matching for several numbers of requests at once. Then all of them run
 on the other half of the prompts, in random order, with a plain run beside every three of them: the machine may be
-faster in one minute than in the next. It writes a row for each, the errors as a table for `docs/plan.md`, and a plot.
+faster in one minute than in the next. It writes a row for each, the errors as a table for
+`docs/laboratory/planning.md`, and a plot.
 With `--planted` the draft rows are recorded at a wrong temperature: then the errors must be seen.
 
 A second call with the same folder and settings keeps the predictions and adds rounds. It wants a quiet machine. A call

@@ -4,7 +4,7 @@
 float64 and in its own process, and compares greedy outputs with those of `model.generate`. It uses chains and branching
 trees from a draft model that often agrees, for three prompts of different lengths at once and for each prompt alone. It
 writes a page and `DIR/rows.jsonl`, and keeps rows that exist already. `--out measurements/architectures --page
-docs/architectures.md` continues the published page.
+docs/laboratory/architectures.md` continues the published page.
 """
 
 import json
@@ -59,7 +59,7 @@ each head turned, with another base; logits and scores scaled and capped.
 Of {total} model types, {trees} take chains and trees, {chains} chains alone, and {refused} are refused when they are
 loaded, with the sentence below; {untried} could not be built to be tried. {variants} changed settings ran. {wrong} of
 all gave anything else than the model itself. What the rows mean for families of models is said in
-[models.md](models.md).
+[models.md](../guide/models.md).
 
 """
 GREEDY = Sampling(temperature=0.0, seed=0)

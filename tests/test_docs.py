@@ -17,8 +17,8 @@ from outrider.cli.methods import markdown
 from outrider.core.inputs import REPOSITORY
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+DECISIONS = sorted((ROOT / "docs" / "laboratory" / "decisions").glob("*.md"))
+PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page not in DECISIONS)]
 
 
 def fenced(page: Path, language: str) -> list[str]:
@@ -45,7 +45,7 @@ def files(monkeypatch, tmp_path) -> Iterator[None]:
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if fenced(p, "python")], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if fenced(p, "python")], ids=lambda p: f"{p.parent.name}/{p.name}")
 @pytest.mark.usefixtures("files")
 def test_python_examples_run(page, capsys):
     space: dict[str, object] = {}
@@ -97,14 +97,17 @@ def test_the_install_lines_are_the_same_everywhere():
 
 
 def test_links_of_the_readme_are_absolute_and_lead_to_files():
-    links = re.findall(r"\]\(([^)]*)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    links = re.findall(
+        r"^\[\w+\]: (\S+)$|\]\(([^)]*)\)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    links = [one or other for one, other in links]
     own = "https://github.com/outrider-decoding/outrider/blob/main/"
     assert [link for link in links if not link.startswith("https://")] == []
     assert [link for link in links if link.startswith(own) and not (ROOT / link.removeprefix(own)).exists()] == []
     assert any(link.startswith(own) for link in links)
 
 
-@pytest.mark.parametrize("page", [*PAGES[1:], *DECISIONS], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [*PAGES[1:], *DECISIONS], ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_links_between_pages_lead_to_files(page):
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
@@ -136,6 +139,21 @@ def test_rows_of_measurements_are_packed_without_a_time_or_a_name():
     assert [path.name for path in packed if path.read_bytes()[3:8] != bytes(5)] == []
 
 
+WIDTH = 130
+
+
+def test_no_line_of_a_page_is_longer_than_130_characters():
+    """Rows of tables are exempt, as Markdown cannot break them."""
+    pages = [*PAGES, *DECISIONS, *ROOT.glob("*.md")]
+    long = [
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in pages
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > WIDTH and not line.startswith("|")
+    ]
+    assert long == []
+
+
 def test_an_extra_names_only_what_is_imported():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     sources = "\n".join(
@@ -163,11 +181,11 @@ def test_what_the_package_imports_is_named_by_it_or_an_extra():
 
 
 def test_the_page_of_methods_is_what_the_catalog_says():
-    assert (ROOT / "docs" / "methods.md").read_text(encoding="utf-8") == markdown()
+    assert (ROOT / "docs" / "guide" / "methods.md").read_text(encoding="utf-8") == markdown()
 
 
 def test_the_page_of_rooms_names_every_file_of_the_package():
-    tree = (ROOT / "docs" / "data-flow.md").read_text(encoding="utf-8")
+    tree = (ROOT / "docs" / "guide" / "data-flow.md").read_text(encoding="utf-8")
     for path in sorted((ROOT / "outrider").iterdir()):
         if path.suffix == ".py" or (path.is_dir() and path.name != "__pycache__"):
             assert f"`{path.name}{'/' if path.is_dir() else ''}`" in tree, path.name

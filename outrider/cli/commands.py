@@ -356,7 +356,7 @@ def prepare(setup: Setup, as_json: Json = False) -> None:
 @with_options()
 def methods(
     as_json: Json = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/methods.md.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/guide/methods.md.")] = False,
 ) -> None:
     """List every drafter, tree, verifier, length policy and decoding, with its paper, fields and traits."""
     from outrider.cli.methods import methods

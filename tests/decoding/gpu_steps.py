@@ -1,6 +1,6 @@
 """Engines over tiny models on a GPU that is not there, and what their steps ask of it.
 
-`python -m tests.decoding.gpu_steps` prints the counts of `docs/performance.md`.
+`python -m tests.decoding.gpu_steps` prints the counts of `docs/laboratory/performance.md`.
 """
 
 import tempfile

@@ -1,4 +1,4 @@
-"""What a seed promises, and where: docs/choose.md, "Seeds"."""
+"""What a seed promises, and where: docs/guide/choose.md, "Seeds"."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A new head is one file and one row: that of docs/extend.md passes the tests of all heads, and no test names it."""
+"""A new head is one file and one row: that of docs/guide/extend.md passes all heads' tests, and no test names it."""
 
 import inspect
 import re
@@ -33,7 +33,7 @@ CLAIMS: dict[str, Callable[..., None]] = {
 @pytest.fixture
 def new_head(monkeypatch, tmp_path_factory) -> Iterator[str]:
     """The name of a head that the catalog has since now."""
-    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guide" / "extend.md").read_text(encoding="utf-8")
     [file] = re.findall(rf"^```python file={NAME}\.py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     folder = tmp_path_factory.mktemp("new")
     (folder / f"{NAME}.py").write_text(file, encoding="utf-8")

@@ -136,7 +136,7 @@ def test_a_model_that_misreads_trees_is_refused_by_trying_one() -> None:
 
 
 def test_the_page_of_models_names_everything_that_is_refused() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "models.md").read_text(encoding="utf-8")
     table = [line for line in page.split("## What is refused")[1].splitlines() if "|" in line]
     assert [line.split("|")[1].strip() for line in table[2:]] == [*REFUSALS]
 

@@ -1,4 +1,4 @@
-"""Faults that are planted in the package, each caught by a check of `prove`: the table of docs/prove.md."""
+"""Faults that are planted in the package, each caught by a check of `prove`: the table of docs/guide/prove.md."""
 
 import re
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from outrider.verifiers.recursive import RecursiveVerifier
 from tests.world.models import engine, llama
 
 PROMPTS = [[1, 2, 1, 2], [1], [2, 3]]
-PAGE = Path(__file__).parents[2] / "docs" / "prove.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "prove.md"
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 

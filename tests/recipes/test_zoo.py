@@ -12,7 +12,7 @@ from recipes.tiny import MODEL_TYPES, Float64, tiny_config
 
 ROOT = Path(__file__).parent.parent.parent
 ROWS = read_rows(ROOT / "measurements" / "architectures" / "rows.jsonl")
-PAGE = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "laboratory" / "architectures.md").read_text(encoding="utf-8")
 KNOWN_VERSION = pytest.mark.skipif(
     version("transformers") not in {row["transformers"] for row in ROWS},
     reason="no row of the page was made with this version of transformers",

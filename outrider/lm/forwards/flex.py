@@ -7,7 +7,7 @@ compiled function. Relied on in torch (read and run in 2.13): under `torch.compi
 runs `flex_attention` uncompiled, by plain tensor operations over all pairs of queries and keys, on any device, in any
 dtype.
 
-The compiled form is not used: `docs/decisions/011-flex-attention.md` gives the reasons.
+The compiled form is not used: `docs/laboratory/decisions/011-flex-attention.md` gives the reasons.
 """
 
 import threading
