@@ -1,4 +1,4 @@
-"""What a seed promises, and where: docs/guide/choose.md, "Seeds"."""
+"""What a seed promises, and where: docs/guide/running.md, "Seeds"."""
 
 from dataclasses import replace
 
