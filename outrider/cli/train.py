@@ -5,7 +5,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,14 +14,13 @@ from typing import Annotated, Any
 import typer
 import typer.main
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from outrider import catalog
 from outrider.cli.failure import INTERRUPTED, complain
 from outrider.cli.help import App, Command, Commands
 from outrider.cli.options import Json, with_options
 from outrider.cli.request import RequestOptions
-from outrider.core import files
+from outrider.core import files, progress
 from outrider.core.destination import locked_file
 from outrider.core.inputs import InputError, needs
 from outrider.setup import Setup
@@ -204,7 +203,7 @@ def _answer(task: AnswerTask) -> None:
 
     with _training():
         from outrider.training.data.records import read_documents
-        from outrider.training.data.regenerate import AnswerOptions, Regenerated, regenerate
+        from outrider.training.data.regenerate import AnswerOptions, regenerate
         from outrider.training.data.sources import Part
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -223,20 +222,12 @@ def _answer(task: AnswerTask) -> None:
     if not task.as_json:
         console.print(f"{', '.join(task.data.data)}: {corpus.taken_for}", style="cyan")
         console.print(f"{corpus}", style="cyan")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=task.as_json) as progress:
-        bar = progress.add_task("answering", total=len(corpus))
-
-        def said(run: Regenerated) -> None:
-            if run.num_done == run.num_kept:
-                # Otherwise the time left would count answers of earlier runs.
-                progress.reset(bar, total=run.num_prompts, completed=run.num_kept)
-            progress.update(bar, completed=run.num_done)
-
+    with nullcontext() if task.as_json else progress.shown(), progress.task("answering", len(corpus), "prompts") as bar:
         try:
-            done = regenerate(engine, corpus, task.out, generation, progress=said)
+            done = regenerate(
+                engine, corpus, task.out, generation, progress=lambda run: bar.reach(run.num_done, run.num_prompts)
+            )
         except KeyboardInterrupt:
-            progress.stop()
             print(f"interrupted; the same command continues {task.out}", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
     for number, failure in list(done.failed.items())[:SHOWN]:
@@ -270,7 +261,8 @@ def run_training(name: str, work: Callable[[Console], dict[str, Any]], as_json: 
     tell_loading()
     main = processes.is_first()
     console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=as_json or not main)
-    record = work(console)
+    with nullcontext() if console.quiet else progress.shown(f"training {name}"):
+        record = work(console)
     if not main:
         return
     if "log" in record:
@@ -329,7 +321,8 @@ def _tell_acceptance(record: dict[str, Any], console: Console) -> None:
 def _training() -> Iterator[None]:
     """Say which library is missing. Raises InputError if one is."""
     try:
-        yield
+        with progress.shown("loading the libraries of training"):
+            yield
     except ModuleNotFoundError as error:
         raise needs("training", str(error.name), "train") from error
 

@@ -129,7 +129,7 @@ class Display:
                     self._bars.start()
                 self._ids[task] = self._bars.add_task(task.what, total=task.total, unit=task.unit)
         for task, id in self._ids.items():
-            self._bars.update(id, completed=task.done, total=task.total)
+            self._bars.update(id, description=task.what, completed=task.done, total=task.total)
 
     def _erase(self) -> None:
         if self._bars is not None:

@@ -12,12 +12,11 @@ from typing import Any, cast
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from outrider.assembly import assemble
+from outrider.core import progress
 from outrider.core.types import InputError, Sampling
 from outrider.heads.objective import HeadContext, HeadObjective
 from outrider.heads.spec import HeadSpec
@@ -202,7 +201,8 @@ def train_drafter(plan: Plan, task: TrainTask, console: Console | None = None) -
         divergence(plan.divergence)
     device = place(task.settings)
     if task.estimate or newest(task.out / FOLDER) is None:
-        planned = _estimated(plan, task, settled(task.settings, device), device)
+        with progress.task("estimating memory and hours"):
+            planned = _estimated(plan, task, settled(task.settings, device), device)
         (console or Console(quiet=True)).print(planned, style="cyan")
         if task.estimate:
             return {"estimate": planned}
@@ -241,7 +241,7 @@ def _trained(plan: Plan, task: TrainTask, device: torch.device, console: Console
     }
     console.print(f"{len(learnt):,} documents to learn from, {len(watched):,} to watch", style="cyan")
     reads = task.data.capture or task.data.states
-    captured = _captured(task, learner, target, learnt, console) if reads else None
+    captured = _captured(task, learner, target, learnt) if reads else None
     batches = Batches(
         learnt, batch_size=settings.batch_size, max_length=settings.max_length, seed=settings.seed, captured=captured
     )
@@ -252,7 +252,7 @@ def _trained(plan: Plan, task: TrainTask, device: torch.device, console: Console
         temperature=1 if task.watch.watch_temperature else 0,
         decode=_decode(plan, task, target, tokenizer, watched, settings.max_length),
     )
-    with _shown(console) as show:
+    with _shown() as show:
         done = train(learner, batches, settings, task.out, watch, show, about=about)
     found = learner.found(done.out, watch.batches()) if processes.is_first() else {}
     return _record(task, done) | dict(found) if processes.is_first() else {}
@@ -376,9 +376,7 @@ def _answers(task: TrainTask, console: Console) -> Path:
     return folder / ANSWERS
 
 
-def _captured(
-    task: TrainTask, learner: Learner, target: PreTrainedModel, documents: Sequence[Document], console: Console
-) -> HasStates:
+def _captured(task: TrainTask, learner: Learner, target: PreTrainedModel, documents: Sequence[Document]) -> HasStates:
     """The target's states along the corpus, as vLLM has written them, or captured here. The first process of each
     machine captures those that are not there.
     """
@@ -394,40 +392,24 @@ def _captured(
         return states
     folder = task.out / FOLDER / STATES
     if processes.is_first_of_machine():
-        columns = (
-            TextColumn("captured"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        with Bars(*columns, console=console, disable=console.quiet) as bars:
-            bar = bars.add_task("captured", total=len(documents))
-            capture(
-                target,
-                documents,
-                Contents(taps=learner.captured_taps),
-                out=folder,
-                progress=lambda count: bars.update(bar, completed=count),
-            )
+        with progress.task("capturing states", len(documents), "documents") as bar:
+            capture(target, documents, Contents(taps=learner.captured_taps), out=folder, progress=bar.reach)
     processes.wait()
     return Captured.open(folder, model=target, documents=documents)
 
 
 @contextmanager
-def _shown(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """A bar of the steps, with the loss, the last measurement and the time left."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bars(*columns, TextColumn("{task.fields[said]}"), console=console, disable=console.quiet) as bars:
-        bar = bars.add_task("training", total=None, said="")
+def _shown() -> Iterator[Callable[[Progress], None]]:
+    """Shows the steps, with the loss, the last measurement and the time left."""
+    with progress.task("learning", unit="steps") as bar:
 
-        def show(progress: Progress) -> None:
-            said = f"{progress.seconds_left or 0:.0f} s left"
-            if progress.loss is not None:
-                said += f", loss {progress.loss:.4f}"
-            if progress.watched is not None:
-                said += f", block efficiency {progress.watched.block_efficiency:.3f}"
-            bars.update(bar, total=progress.steps, completed=progress.step, said=said)
+        def show(now: Progress) -> None:
+            bar.what = f"learning, {now.seconds_left or 0:.0f} s left"
+            if now.loss is not None:
+                bar.what += f", loss {now.loss:.4f}"
+            if now.watched is not None:
+                bar.what += f", block efficiency {now.watched.block_efficiency:.3f}"
+            bar.reach(now.step, now.steps)
 
         yield show
 

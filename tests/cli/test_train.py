@@ -1,6 +1,7 @@
 """`outrider train`: draft models, steered ones and every head of the catalog, from a target and texts to a drafter."""
 
 import json
+import re
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -325,6 +326,15 @@ def test_wrong_names_leave_no_folder(monkeypatch, capsys, tmp_path, pair) -> Non
     given[given.index("--drafter") + 1] = str(tmp_path / "nowhere")
     assert run(monkeypatch, capsys, "train", "distill", *given)[0] == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_without_a_terminal_lines_say_how_far_training_is(monkeypatch, capsys, pair) -> None:
+    for name in ("PATIENCE", "PERIOD", "BEAT"):
+        monkeypatch.setattr(f"outrider.core.progress.{name}", 0.001)
+    status, _, err = run(monkeypatch, capsys, "train", "distill", *changed((*pair, *FEW), steps=20))
+    assert status == 0, err
+    assert "estimating memory and hours" in err, err
+    assert re.search(r"learning, \d+ s left, loss .*, block efficiency .*, \d+ of 20 steps", err), err
 
 
 def test_a_training_that_only_made_the_draft_worse_says_so(monkeypatch, capsys, tmp_path, pair) -> None:
