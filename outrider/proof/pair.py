@@ -12,7 +12,7 @@ from outrider.proof.draws import DiceLaw, dice_law_of
 from outrider.proof.gate import NUM_SAMPLED, NUM_TOKENS, failure, in_float32, openings
 from outrider.proof.identity import Identity, identity
 from outrider.proof.nodes import Nodes, compare_nodes
-from outrider.proof.plain import model_of
+from outrider.proof.plain import is_exact, model_of
 from outrider.proof.rule import law_error
 from outrider.proof.statistics import Samples, sampled_law
 
@@ -35,7 +35,7 @@ class Proof:
         compared: How the target computed that was compared in float32: in another type where it is quantised.
         identical: Greedy outputs in float32 against those of plain decoding.
         up_to_ties: The same in the pair's own type.
-        samples: Drawn outputs against the target's probabilities; None where none were drawn.
+        samples: Outputs drawn in float32 against the target's probabilities; None where none were drawn.
         errors: The errors that ended checks, in one sentence each, by the names of the checks.
     """
 
@@ -99,9 +99,11 @@ def prove(
     up_to_ties = checked("greedy up to ties", lambda: identity(engine, prompts, num_tokens, end.part(SHARE)))
     samples = None
     if num_draws:
-        # In the first of these prompts, drafters that look for repetitions find one.
+        # In the first of these prompts, drafters that look for repetitions find one. They are drawn in float32: in
+        # bfloat16, rounding moves tokens across the bounds of top-k and top-p, and probabilities by some percent.
         repeated = [[*prompts[0], *prompts[0]], *prompts]
-        samples = checked("samples", lambda: sampled_law(engine, repeated, num_draws, temperature, seed, until))
+        drawn = engine if is_exact(target) else exact
+        samples = checked("samples", lambda: sampled_law(drawn, repeated, num_draws, temperature, seed, until))
     return Proof(
         law_error=error,
         dice=dice,

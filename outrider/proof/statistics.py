@@ -19,7 +19,7 @@ from outrider.decoding.protocol import Cycle, Parts
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
 from outrider.proof.partition import Begun, Partition, Rows, partition
-from outrider.proof.plain import plain_logits, transformers_rows
+from outrider.proof.plain import is_exact, plain_logits, transformers_rows
 from outrider.proof.watched import run_watched
 from outrider.verifiers.protocol import Carrying, child_rows
 
@@ -44,6 +44,8 @@ SETTINGS = (
     Sampling(top_k=50, presence_penalty=0.5),
 )
 """The settings of each prompt's draws, beside the temperature."""
+UNBOUND = tuple(replace(each, top_p=1.0, top_k=0) for each in SETTINGS)
+"""The same for targets that do not compute in float32: rounding moves tokens across the bounds of top-k and top-p."""
 LEAST_LIKELY = 1e-6
 """Tokens less likely than this are as likely as this for the tilt towards likely tokens."""
 ENOUGH = 12
@@ -172,8 +174,9 @@ def sampled_law(
     prompts = prompts[: max(1, num_draws // LEAST_DRAWS)]
     length = min(_length(engine, prompt) for prompt in prompts)
     engine.rest()
+    bases = SETTINGS if is_exact(engine.parts.target) else UNBOUND
     settings = [
-        _plan(engine, prompt, SETTINGS[i % len(SETTINGS)], num_draws // len(prompts), length, temperature).sampling
+        _plan(engine, prompt, bases[i % len(bases)], num_draws // len(prompts), length, temperature).sampling
         for i, prompt in enumerate(prompts)
     ]
     watcher = _Preferences(engine.parts)
