@@ -9,7 +9,7 @@ computed too.
 from collections.abc import Sequence
 
 from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import Estimate, gain
+from outrider.bench.evidence import IntervalEstimate, gain
 from outrider.bench.figures import Figures
 from outrider.bench.judging import Inquiry
 from outrider.bench.plot import Curve, Panel
@@ -51,9 +51,9 @@ def findings(figures: Figures) -> Findings:
             lines.append(
                 [
                     rule,
-                    Estimate.of(figures.efficiency(rule)).text(),
-                    Estimate.of(figures.acceptance(rule)).text(),
-                    Estimate.of(figures.speed(rule)).text(".1f") if timed else "-",
+                    IntervalEstimate.of(figures.efficiency(rule)).text(),
+                    IntervalEstimate.of(figures.acceptance(rule)).text(),
+                    IntervalEstimate.of(figures.speed(rule)).text(".1f") if timed else "-",
                     reached.text("+.1f") if rule == block else "",
                     timed.text("+.1f") if timed and rule == block else "",
                 ]
@@ -65,14 +65,14 @@ def findings(figures: Figures) -> Findings:
         x="draft length (tokens)",
         y="tokens per step",
         curves=[
-            Curve(label=rule, x=LENGTHS, y=[Estimate.of(figures.efficiency(name(rule, n))) for n in LENGTHS])
+            Curve(label=rule, x=LENGTHS, y=[IntervalEstimate.of(figures.efficiency(name(rule, n))) for n in LENGTHS])
             for rule in RULES
         ],
     )
     return Findings(tables=[Table(head=head, lines=lines)], panels=[panel], claims=claims)
 
 
-def _claims(n: int, reached: Estimate, timed: Estimate | None, figures: Figures) -> Sequence[Claim]:
+def _claims(n: int, reached: IntervalEstimate, timed: IntervalEstimate | None, figures: Figures) -> Sequence[Claim]:
     num_prompts, seconds = figures.sums.num_prompts, figures.cost()
     made = [
         PAPER.claim(

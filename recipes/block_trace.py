@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float
 
-from outrider.bench.evidence import Estimate, Row, Sums, gain
+from outrider.bench.evidence import IntervalEstimate, Row, Sums, gain
 from outrider.bench.folder import folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
-from outrider.bench.runs import Job, on_engine
+from outrider.bench.runs import PromptBatch, on_engine
 from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.turns import Turn, turns
 from outrider.decoding.protocol import Cycle
@@ -34,7 +34,7 @@ OWN = "token, its own chains"
 QUICK = {"num_prompts": 2, "seeds": 1, "max_new_tokens": 24}
 
 
-def trace(bench: Bench, job: Job, rule: str) -> Float[np.ndarray, "chains gamma"]:
+def trace(bench: Bench, job: PromptBatch, rule: str) -> Float[np.ndarray, "chains gamma"]:
     """The log ratios of all full chains of one run."""
     method = Method(name=rule, verifier=rule, length=f"fixed:{LONGEST}", deepest=LONGEST)
     engine = bench.engine(method)
@@ -54,7 +54,7 @@ def trace(bench: Bench, job: Job, rule: str) -> Float[np.ndarray, "chains gamma"
     return np.array(seen).reshape(-1, LONGEST)
 
 
-def expectations(bench: Bench, job: Job) -> list[Row]:
+def expectations(bench: Bench, job: PromptBatch) -> list[Row]:
     """A row per rule and length for one prompt and seed: the tokens that the rule is expected to emit."""
     shared, own = trace(bench, job, "block"), trace(bench, job, "token")
     asked = [(f"{rule} {n}", rule, shared[:, :n]) for n in LENGTHS for rule in RULES] + [(OWN, "token", own)]
@@ -76,16 +76,17 @@ def findings(sums: Sums) -> Findings:
     lines: list[Sequence[object]] = []
     for length in LENGTHS:
         token, block, bound = (sums.efficiency(f"{rule} {length}") for rule in RULES)
-        texts = [Estimate.of(of).text(".3f") for of in (token, block, bound)]
+        texts = [IntervalEstimate.of(of).text(".3f") for of in (token, block, bound)]
         lines.append([length, *texts, gain(block, token).text("+.2f"), gain(bound, token).text("+.2f")])
     block, token = (sums.efficiency(name) for name in (f"block {LONGEST}", OWN))
     own = (
-        f"At length {LONGEST}, each on its own chains: {Estimate.of(block).text('.3f')} tokens per step of block "
-        f"verification against {Estimate.of(token).text('.3f')}, {gain(block, token).text('+.1f')} %."
+        f"At length {LONGEST}, each on its own chains: {IntervalEstimate.of(block).text('.3f')} tokens per step of "
+        f"block verification against {IntervalEstimate.of(token).text('.3f')}, {gain(block, token).text('+.1f')} %."
     )
     head = ("length", "token", "block", "bound", "block's gain, %", "the bound's, %")
     curves = [
-        Curve(label=rule, x=LENGTHS, y=[Estimate.of(sums.efficiency(f"{rule} {n}")) for n in LENGTHS]) for rule in RULES
+        Curve(label=rule, x=LENGTHS, y=[IntervalEstimate.of(sums.efficiency(f"{rule} {n}")) for n in LENGTHS])
+        for rule in RULES
     ]
     panel = Panel(
         title="Expected block efficiency at temperature 1",
@@ -109,7 +110,7 @@ def run(setting: Setting) -> list[Row]:
         bench = Bench(setting)
         jobs = bench.jobs(bench.questions(setting.num_prompts))
 
-        def traced(turn: Turn[Traced, Job]) -> Row:
+        def traced(turn: Turn[Traced, PromptBatch]) -> Row:
             return {"each": expectations(bench, turn.job)}
 
         rows = [each for row in place.take("recorded", turns([Traced()], jobs), traced) for each in row["each"]]

@@ -18,7 +18,7 @@ import numpy as np
 import typer
 
 from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import Estimate, gain
+from outrider.bench.evidence import IntervalEstimate, gain
 from outrider.bench.figures import Figures
 from outrider.bench.folder import Folder, folder
 from outrider.bench.judging import SLOTS, about, count_until_clear, nothing_whole
@@ -186,10 +186,10 @@ def findings(
             m.labels["budget"],
             m.labels["way"],
             m.labels["shape"],
-            Estimate.of(figures.drafted(m.name)).text(".1f"),
-            Estimate.of(figures.efficiency(m.name)).text(),
-            Estimate.of(figures.acceptance(m.name)).text(),
-            Estimate.of(figures.speed(m.name)).text(".1f") if timed else "-",
+            IntervalEstimate.of(figures.drafted(m.name)).text(".1f"),
+            IntervalEstimate.of(figures.efficiency(m.name)).text(),
+            IntervalEstimate.of(figures.acceptance(m.name)).text(),
+            IntervalEstimate.of(figures.speed(m.name)).text(".1f") if timed else "-",
         ]
         for m in sorted(methods, key=lambda m: m.labels["budget"])
     ]
@@ -202,7 +202,7 @@ def findings(
             Curve(
                 label=way,
                 x=budgets,
-                y=[Estimate.of(figures.efficiency(f"{way} @{b}")) for b in budgets],
+                y=[IntervalEstimate.of(figures.efficiency(f"{way} @{b}")) for b in budgets],
                 dashed=f.chosen,
             )
             for f in families

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.bench.engines import vllm
-from outrider.bench.engines.environments import TORCH, CannotMake, Environment, Room, reason
+from outrider.bench.engines.environments import TORCH, CannotMake, Environment, EnvironmentFolder, reason
 from outrider.embedded import EMBEDDED_TARGET
 
 ROOT = Path(__file__).parents[1]
@@ -19,7 +19,7 @@ OURS = ("transformers==5.24.0", "tokenizers==0.23.3", "accelerate==1.15.0", "dat
 """What computes scores beside ours, in the versions that Outrider is tested with."""
 
 
-def install(room: Room) -> None:
+def install(room: EnvironmentFolder) -> None:
     """The pins, torch first and by itself if it is one of them."""
     first = [pin for pin in room.pins if pin == TORCH]
     if first:
@@ -64,7 +64,11 @@ class Outcome:
 
 
 def client(
-    title: str, program: str, *pins: str, reads_weights: bool = False, make: Callable[[Room], None] = install
+    title: str,
+    program: str,
+    *pins: str,
+    reads_weights: bool = False,
+    make: Callable[[EnvironmentFolder], None] = install,
 ) -> Client:
     """A client with an environment of its own."""
     environment = Environment(name=program, pins=pins, make=make)

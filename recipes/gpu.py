@@ -32,7 +32,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from outrider.bench.evidence import Estimate, Row
+from outrider.bench.evidence import IntervalEstimate, Row
 from outrider.bench.folder import Folder, folder
 from outrider.bench.plot import Bars
 from outrider.bench.report import Findings, Table
@@ -160,7 +160,9 @@ def findings(summary: Mapping[str, Any], device: str) -> Findings:
             tables.append(Table(title=part.title, head=("", *part.heads, "note"), lines=lines))
     steps = [row for row in summary["parts"]["profile"].values() if "over_floor" in row]
     over = [
-        Estimate(value=row["over_floor"], low=row["target_low"] / row["floor"], high=row["target_high"] / row["floor"])
+        IntervalEstimate(
+            value=row["over_floor"], low=row["target_low"] / row["floor"], high=row["target_high"] / row["floor"]
+        )
         for row in steps
     ]
     panels = []

@@ -40,9 +40,9 @@ from outrider.proof.statistics import sampled_law
 from outrider.refusals import verifiers
 from outrider.training.data.batches import Batches
 from outrider.training.loop.journal import read
-from outrider.training.loop.settings import Settings
+from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import Progress, train
-from outrider.training.loop.watch import Watch, hold_out
+from outrider.training.loop.watch import Evaluation, hold_out
 from outrider.trees.protocol import Tree
 from outrider.verifiers.protocol import Verifier
 
@@ -314,7 +314,7 @@ def trained(
     """Train a new head. Returns the log."""
     spec = catalog.rows("drafter")[HEAD].kind
     learner = spec.learner(spec.options(), HeadContext(target=target, documents=learnt, depth=4, max_length=256))
-    settings = Settings(
+    settings = TrainSettings(
         steps=steps,
         batch_size=scale.batch_size,
         max_length=256,
@@ -325,7 +325,7 @@ def trained(
         device="cpu" if scale.device == "cpu" else None,
     )
     batches = Batches(learnt, batch_size=settings.batch_size, max_length=settings.max_length, seed=0)
-    return read(train(learner, batches, settings, out, Watch(watched, depth=4, max_length=256), progress).log)
+    return read(train(learner, batches, settings, out, Evaluation(watched, depth=4, max_length=256), progress).log)
 
 
 def serving(scale: Scale) -> Iterator[Row]:

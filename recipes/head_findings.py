@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import Estimate, Row, Sums, gain
+from outrider.bench.evidence import IntervalEstimate, Row, Sums, gain
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from recipes.head_plan import CHAIN, DYNAMIC, LATTICE, set_of
@@ -208,7 +208,7 @@ def _of_runs(contrast: OfHeads, rows: Sequence[Row], temperature: int) -> Claim 
     return _claim(contrast, sums, gain(ours, theirs), temperature)
 
 
-def _claim(contrast: OfHeads, sums: Sums, found: Estimate, temperature: int) -> Claim:
+def _claim(contrast: OfHeads, sums: Sums, found: IntervalEstimate, temperature: int) -> Claim:
     rests_on = [" ".join(side) for side in contrast.sides]
     return contrast.claim(found, temperature, sums.num_prompts, UNITS[contrast.measure], rests_on)
 
@@ -232,10 +232,10 @@ class OfHead:
     trained: Sequence[Row]
     decoded: Sequence[Row]
 
-    def efficiency(self, temperature: int, file: str | None = None) -> Estimate:
+    def efficiency(self, temperature: int, file: str | None = None) -> IntervalEstimate:
         """Tokens per step along the texts of a file of prompts, or of all."""
         rows = [row for row in self.made if file is None or set_of(row["category"]) == file]
-        return Estimate.of(efficiency(Sums(rows, crossed=True), self.name, temperature))
+        return IntervalEstimate.of(efficiency(Sums(rows, crossed=True), self.name, temperature))
 
     def acceptance(self, temperature: int) -> list[float | None]:
         """Probability that the token at each position is accepted if those before it are; None if they never are."""

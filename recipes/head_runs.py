@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 import outrider
-from outrider.bench.evidence import Estimate, Row, Sums
+from outrider.bench.evidence import IntervalEstimate, Row, Sums
 from outrider.bench.folder import Folder
-from outrider.bench.runs import Conditions, Job, as_row, on_engine
+from outrider.bench.runs import Conditions, PromptBatch, as_row, on_engine
 from outrider.bench.speedup import rate, speedup
 from outrider.bench.turns import Turn, turns
 from outrider.lm.forwards.packed import uncompiled
@@ -83,13 +83,13 @@ def decode(place: Folder, head: Head, folders: Mapping[int, Path], decoder: Deco
     drafts = [PLAIN, *(draft.name for draft in head.drafts(plan.stand_in))]
     kinds = [Kind(draft=draft, seed=seed, temperature=t) for seed in folders for t in TEMPERATURES for draft in drafts]
     jobs = [
-        Job(questions=(question,))
+        PromptBatch(questions=(question,))
         for file in plan.prompts
         for question in plan.questions(decoder.plain, file, plan.timed_prompts)
     ]
     loaded: dict[int, dict[str, outrider.Engine]] = {}
 
-    def one(turn: Turn[Kind, Job]) -> Row:
+    def one(turn: Turn[Kind, PromptBatch]) -> Row:
         seed = turn.way.seed
         if seed not in loaded:
             loaded[seed] = decoder.engines(head, folders[seed])
@@ -98,10 +98,10 @@ def decode(place: Folder, head: Head, folders: Mapping[int, Path], decoder: Deco
     place.take("decoded", turns(kinds, jobs, rounds=plan.rounds), one)
 
 
-def _run(engine: outrider.Engine, kind: Kind, job: Job, plan: Plan, round_: int) -> Row:
+def _run(engine: outrider.Engine, kind: Kind, job: PromptBatch, plan: Plan, round_: int) -> Row:
     """A run, as a row. Its draws are those of the head's seed and the round."""
     conditions = Conditions(max_new_tokens=plan.max_new_tokens, temperature=float(kind.temperature))
-    own = Job(questions=job.questions, seed=1 + kind.seed + 100 * round_)
+    own = PromptBatch(questions=job.questions, seed=1 + kind.seed + 100 * round_)
     row = as_row(on_engine(engine, own, conditions), kind.draft, own, conditions, deepest=DEPTH)
     parts = {f"{part}_seconds": row["profile"][part] for part in ("target", "drafter")}
     kept = {name: row[name] for name in (*KEPT, *OF_STEPS)}
@@ -159,8 +159,8 @@ class Decoded:
         rate: Tokens per second.
     """
 
-    efficiency: Estimate
-    speedup: Estimate
+    efficiency: IntervalEstimate
+    speedup: IntervalEstimate
     draft_cost: float
     rate: float
 
@@ -174,7 +174,7 @@ def told(rows: Sequence[Row], draft: str, temperature: int) -> Decoded | None:
     if faster is None:
         return None
     return Decoded(
-        efficiency=Estimate.of(Sums(folded(ours), crossed=True).efficiency(draft)),
+        efficiency=IntervalEstimate.of(Sums(folded(ours), crossed=True).efficiency(draft)),
         speedup=faster,
         draft_cost=per_step(ours, "drafter_seconds") / per_step(plain, "target_seconds"),
         rate=rate(ours),

@@ -29,7 +29,7 @@ from outrider.bench.circumstances import shown
 from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder, read_record, read_rows
 from outrider.bench.turns import Turn
-from outrider.core.progress import Task, task
+from outrider.core.progress import ProgressTask, task
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.heads.objective import HeadObjective
@@ -140,7 +140,7 @@ class Shared:
 class Meter:
     """Shows how far a training is, and measures its steps."""
 
-    def __init__(self, bar: Task) -> None:
+    def __init__(self, bar: ProgressTask) -> None:
         self.bar = bar
         self._each, self._before = list[float](), time.process_time()
 

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 import outrider
 from outrider import catalog
-from outrider.bench.engines.driver import Asked, Options
-from outrider.bench.engines.engine import DRAFT_MODEL, Engine, converted
+from outrider.bench.engines.driver import DriverRequest, Options
+from outrider.bench.engines.engine import DRAFT_MODEL, PeerEngine, converted
 from outrider.bench.engines.environments import CannotMake
 from outrider.bench.engines.process import Process, Refused, Stopped
 from outrider.bench.evidence import Row
@@ -38,13 +38,13 @@ from outrider.core.types import InputError, Sampling
 from outrider.drafters.traits import exports_of
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_HEAD, EMBEDDED_TARGET
 from outrider.handoff.export import export
-from outrider.handoff.order import Order
+from outrider.handoff.order import ExportRequest
 from outrider.heads.objective import HeadContext, HeadObjective
 from outrider.learning.batch import Document
 from outrider.lm.hf.open import open_tokenizer
 from outrider.plan.prediction import expected_steps
 from outrider.plan.recording import record
-from outrider.plan.ways import Way
+from outrider.plan.ways import DraftConfiguration
 from outrider.training.data.batches import Batches
 from outrider.training.loop.steps import train
 from recipes import options
@@ -200,14 +200,14 @@ def planned(plan: Plan, drafter: str, start: Start) -> float:
     prompts = [list(prompt) for prompt in start.prompts]
     drafters = {drafter: engine.parts.drafter}
     found = record(engine, drafters, prompts, sampling=GREEDY, max_new_tokens=start.new_tokens, depth=DEPTH)
-    way = Way(drafter=drafter, verifier="token", length=DEPTH, widths=(1,) * DEPTH)
+    way = DraftConfiguration(drafter=drafter, verifier="token", length=DEPTH, widths=(1,) * DEPTH)
     steps = expected_steps(found, way)
     left_out = start.uncounted * len(prompts)
     tokens = sum(each.tokens for each in steps) - left_out
     return tokens / (float(sum(each.by_length.sum() for each in steps)) - left_out)
 
 
-def there(plan: Plan, prompts: Sequence[list[int]], mode: str, drafter: Path | None, engine: Engine) -> Said:
+def there(plan: Plan, prompts: Sequence[list[int]], mode: str, drafter: Path | None, engine: PeerEngine) -> Said:
     """What another engine decodes, in a process of its own. Its steps are those with a draft, or 0 if it tells none.
 
     Raises:
@@ -234,7 +234,7 @@ def there(plan: Plan, prompts: Sequence[list[int]], mode: str, drafter: Path | N
     )
     with Process(engine.command(room)) as driver:
         driver.start(given)
-        made = driver.ask(Asked(prompts=list(prompts), new_tokens=plan.max_new_tokens, temperature=0.0, seed=0))
+        made = driver.ask(DriverRequest(prompts=list(prompts), new_tokens=plan.max_new_tokens, temperature=0.0, seed=0))
     return Said(
         tokens=made.tokens,
         steps=made.counts.get("drafts", 0),
@@ -256,7 +256,7 @@ def written(drafter: Drafter, plan: Plan, prompts: Sequence[list[int]], plain: S
 
 
 def compared(
-    drafter: Drafter, plan: Plan, prompts: Sequence[list[int]], plain: Said, engine: Engine, place: Path
+    drafter: Drafter, plan: Plan, prompts: Sequence[list[int]], plain: Said, engine: PeerEngine, place: Path
 ) -> Row:
     """One drafter in both engines."""
     given = f"{drafter.head}:path={written(drafter, plan, prompts, plain, place / 'trained')}"
@@ -275,14 +275,14 @@ def compared(
     return row | {"theirs": told | {"tokens": told["tokens"] - first * len(prompts)}, "equal": equal}
 
 
-def exported_to(engine: Engine, drafter: str, dtype: str, place: Path) -> Path:
+def exported_to(engine: PeerEngine, drafter: str, dtype: str, place: Path) -> Path:
     """The folder of a drafter as `outrider export` writes it for an engine. One that was written before stays.
 
     Args:
         dtype: Of its weights; `auto` is the target's own, which is that of what ships with Outrider.
     """
     if not place.exists():
-        order = Order(
+        order = ExportRequest(
             to=engine.exports or "transformers",
             target=str(EMBEDDED_TARGET),
             drafter=drafter,
@@ -316,7 +316,7 @@ def shown_rate(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def findings(plan: Plan, rows: Sequence[Row], engines: Sequence[Engine], missing: Mapping[str, str]) -> Findings:
+def findings(plan: Plan, rows: Sequence[Row], engines: Sequence[PeerEngine], missing: Mapping[str, str]) -> Findings:
     """A line for each drafter in each engine; what an engine refuses, with its reason."""
     lines = []
     for row in rows:
@@ -349,7 +349,7 @@ def kept(out: Path | None) -> Iterator[Path]:
         yield Path(place)
 
 
-def drafters_of(name: str, engine: Engine, wanted: Sequence[str]) -> list[Drafter]:
+def drafters_of(name: str, engine: PeerEngine, wanted: Sequence[str]) -> list[Drafter]:
     """What an engine is tried with: the pair that ships with Outrider, and in vLLM the heads too."""
     found = [Drafter(engine=name, label=DRAFT_MODEL, head="model", mode=DRAFT_MODEL, shipped=EMBEDDED_DRAFT)]
     if engine.loads_heads:
@@ -360,7 +360,7 @@ def drafters_of(name: str, engine: Engine, wanted: Sequence[str]) -> list[Drafte
     return [each for each in found if each.label in wanted]
 
 
-def run(plan: Plan, engines: Mapping[str, Engine] = OUTSIDE) -> Findings:
+def run(plan: Plan, engines: Mapping[str, PeerEngine] = OUTSIDE) -> Findings:
     """Write drafters, decode with each in both engines, and say what was found."""
     for what, names, known in (("drafter", plan.heads, DRAFTERS), ("engine", plan.engines, tuple(engines))):
         if unknown := [name for name in names if name not in known]:

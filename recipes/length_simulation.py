@@ -30,7 +30,7 @@ from outrider.bench.turns import Turn, turns
 from outrider.core.types import Request, Running, Sampling, Step, Timing
 from outrider.lengths.acceptance import tokens_by_length
 from outrider.lengths.costs import CostTable, StepCost
-from outrider.lengths.experience import Choice, Experience, PolicyState
+from outrider.lengths.experience import Experience, LengthChoice, PolicyState
 from outrider.lengths.goodput import GoodputLength
 from recipes import options
 
@@ -174,7 +174,7 @@ class LearntLengths(Lengths):
     """The policy's lengths."""
 
     def __init__(self, experience: Experience) -> None:
-        self._experience, self._choice = experience, Choice(lengths=(), state=PolicyState())
+        self._experience, self._choice = experience, LengthChoice(lengths=(), state=PolicyState())
 
     def choose(self, states: Sequence[Running], rooms: Sequence[int]) -> Sequence[int]:
         """The lengths with the most tokens per second."""

@@ -10,7 +10,7 @@ like the chain, and off the likeliest chain its rows belong to another context. 
 from collections.abc import Sequence
 
 from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import Estimate, gain
+from outrider.bench.evidence import IntervalEstimate, gain
 from outrider.bench.figures import Figure, Figures, Samples
 from outrider.bench.judging import Inquiry
 from outrider.bench.plot import Curve, Panel
@@ -70,9 +70,9 @@ def findings(figures: Figures) -> Findings:
             lines.append(
                 [
                     own,
-                    Estimate.of(figures.drafted(own)).text(".1f"),
-                    Estimate.of(figures.efficiency(own)).text(),
-                    Estimate.of(figures.speed(own)).text(".1f") if timed else "-",
+                    IntervalEstimate.of(figures.drafted(own)).text(".1f"),
+                    IntervalEstimate.of(figures.efficiency(own)).text(),
+                    IntervalEstimate.of(figures.speed(own)).text(".1f") if timed else "-",
                     *gains,
                     *([] if timed else ["-"]),
                 ]
@@ -82,9 +82,11 @@ def findings(figures: Figures) -> Findings:
     for title, y, of in wanted:
         curves = []
         for t in TEMPERATURES:
-            trees = [Estimate.of(of(name(b, t))) for b in BUDGETS]
+            trees = [IntervalEstimate.of(of(name(b, t))) for b in BUDGETS]
             curves.append(Curve(label=f"lattice, T={t:g}", x=BUDGETS, y=trees))
-            curves.append(Curve(label=f"chain of {DEPTH}, T={t:g}", x=[DEPTH], y=[Estimate.of(of(name(CHAIN, t)))]))
+            curves.append(
+                Curve(label=f"chain of {DEPTH}, T={t:g}", x=[DEPTH], y=[IntervalEstimate.of(of(name(CHAIN, t)))])
+            )
         panels.append(Panel(title=title, x="verified nodes per step", y=y, curves=curves))
     head = ("method", "nodes per step", "block efficiency", "tokens/s", "gain in efficiency, %", "gain in tokens/s, %")
     return Findings(tables=[Table(head=head, lines=lines)], panels=panels, claims=claims)

@@ -20,7 +20,7 @@ import typer
 
 if TYPE_CHECKING:
     # A process that measures transformers must not import outrider. So outrider is imported only inside functions.
-    from outrider.bench.evidence import Estimate, Row
+    from outrider.bench.evidence import IntervalEstimate, Row
 
 Part = Literal["transformers", "outrider", "growth"]
 
@@ -135,22 +135,22 @@ def in_fresh_process(part: str, plan: Plan) -> dict[str, float]:
     return found
 
 
-def spread(values: Sequence[float]) -> "Estimate":
+def spread(values: Sequence[float]) -> "IntervalEstimate":
     """Median, lowest and highest, in MB."""
-    from outrider.bench.evidence import Estimate
+    from outrider.bench.evidence import IntervalEstimate
 
     low, middle, high = min(values), statistics.median(values), max(values)
-    return Estimate(value=round(middle, 2), low=round(low, 2), high=round(high, 2))
+    return IntervalEstimate(value=round(middle, 2), low=round(low, 2), high=round(high, 2))
 
 
-def summarise(raw: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, "Estimate"]]:
+def summarise(raw: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, "IntervalEstimate"]]:
     """Each figure of each part over the repeats, and the memory that outrider needs beyond transformers."""
     found = {part: {name: spread([each[part][name] for each in raw]) for name in raw[0][part]} for part in PARTS}
     more = [each["outrider"]["worked"] - each["transformers"]["worked"] for each in raw]
     return {**found, "difference": {"worked": spread(more)}}
 
 
-def run(plan: Plan, repeats: int = 3, out: Path | None = None) -> dict[str, dict[str, "Estimate"]]:
+def run(plan: Plan, repeats: int = 3, out: Path | None = None) -> dict[str, dict[str, "IntervalEstimate"]]:
     """Measure all parts in turns, write, and return the figures."""
     from outrider.bench.folder import folder
     from outrider.bench.report import Findings, Table

@@ -38,7 +38,7 @@ import torch
 import typer
 
 import outrider
-from outrider.bench.evidence import Estimate, Row
+from outrider.bench.evidence import IntervalEstimate, Row
 from outrider.bench.folder import folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
@@ -383,9 +383,9 @@ def _panels(entries: Sequence[dict[str, Any]]) -> list[Panel]:
     return found
 
 
-def _over(entry: dict[str, Any]) -> Estimate:
+def _over(entry: dict[str, Any]) -> IntervalEstimate:
     low, high = entry["spread"]
-    return Estimate(value=entry["over_best"], low=low, high=high)
+    return IntervalEstimate(value=entry["over_best"], low=low, high=high)
 
 
 def run(

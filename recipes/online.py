@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 import outrider
 from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import Estimate, Row, Sums, gain
+from outrider.bench.evidence import IntervalEstimate, Row, Sums, gain
 from outrider.bench.folder import folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
@@ -301,9 +301,9 @@ def acceptance(sums: Sums, arm: str) -> Float[np.ndarray, " samples"]:
     return sums.ratio(arm, "first", "places")
 
 
-def rise(sums: Sums) -> Estimate:
+def rise(sums: Sums) -> IntervalEstimate:
     """By how much the acceptance rate of the draft model that learns is higher."""
-    return Estimate.of(acceptance(sums, LEARNING) - acceptance(sums, FROZEN))
+    return IntervalEstimate.of(acceptance(sums, LEARNING) - acceptance(sums, FROZEN))
 
 
 def table(rows: Sequence[Row], domains: Sequence[str], temperature: int) -> Table:
@@ -313,10 +313,10 @@ def table(rows: Sequence[Row], domains: Sequence[str], temperature: int) -> Tabl
         line: list[object] = [domain]
         for part in (0, PARTS - 1):
             sums = sums_of(rows, temperature, domain, part)
-            line += [Estimate.of(acceptance(sums, arm)).text(".3f") for arm in ARMS] + [rise(sums).text("+.3f")]
+            line += [IntervalEstimate.of(acceptance(sums, arm)).text(".3f") for arm in ARMS] + [rise(sums).text("+.3f")]
         whole = sums_of(rows, temperature, domain)
         line += [rise(whole).text("+.3f")]
-        line += [Estimate.of(whole.ratio(arm, "tokens", "steps")).text(".3f") for arm in ARMS]
+        line += [IntervalEstimate.of(whole.ratio(arm, "tokens", "steps")).text(".3f") for arm in ARMS]
         line += [gain(*(whole.ratio(arm, "tokens", "steps") for arm in (LEARNING, FROZEN))).text("+.1f")]
         lines.append(line)
     head = ["domain"]
@@ -338,7 +338,7 @@ def panel(rows: Sequence[Row], domains: Sequence[str], temperature: int) -> Pane
             Curve(
                 label=arm,
                 x=places,
-                y=[Estimate.of(acceptance(sums, arm)) for sums in parts],
+                y=[IntervalEstimate.of(acceptance(sums, arm)) for sums in parts],
                 dashed=arm == FROZEN,
             )
             for arm in ARMS

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.bench.evidence import Estimate, Row
+from outrider.bench.evidence import IntervalEstimate, Row
 from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
@@ -82,7 +82,7 @@ def opened(way: str, target: Path, draft: Path | None, threads: int) -> dict[str
     return found
 
 
-def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Estimate]]:
+def summarise(rows: Sequence[Row]) -> dict[str, dict[str, IntervalEstimate]]:
     """For each way: seconds, their ratio to `from_pretrained` in the same round, and memory over the weights."""
     bare = {row["round"]: row["seconds"] for row in rows if row["way"] == BARE}
     found = {}
@@ -100,8 +100,8 @@ def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Estimate]]:
     return found
 
 
-def _spread(values: Sequence[float]) -> Estimate:
-    return Estimate(value=statistics.median(values), low=min(values), high=max(values))
+def _spread(values: Sequence[float]) -> IntervalEstimate:
+    return IntervalEstimate(value=statistics.median(values), low=min(values), high=max(values))
 
 
 def main(

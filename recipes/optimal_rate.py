@@ -21,12 +21,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import Estimate, Row, Sums, gain
+from outrider.bench.evidence import IntervalEstimate, Row, Sums, gain
 from outrider.bench.folder import Folder, folder
 from outrider.bench.judging import SLOTS, nothing_whole
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
-from outrider.bench.runs import Conditions, Job, on_engine
+from outrider.bench.runs import Conditions, PromptBatch, on_engine
 from outrider.bench.texts import logits_along, rows_at
 from outrider.bench.trial import Bench, Setting, whole_jobs
 from outrider.bench.turns import Turn, turns
@@ -125,7 +125,7 @@ def measure(bench: Bench, place: Folder, every: int) -> list[Row]:
     models = (bench.first.parts.target, drafter.lm)
     jobs = bench.batches(bench.questions(bench.setting.num_prompts))
 
-    def run(turn: Turn[Heat, Job]) -> Row:
+    def run(turn: Turn[Heat, PromptBatch]) -> Row:
         heat, job, began = turn.way, turn.job, time.perf_counter()
         conditions = Conditions(max_new_tokens=bench.setting.max_new_tokens, temperature=heat.temperature)
         made = on_engine(bench.first, job, conditions)
@@ -161,8 +161,8 @@ def findings(sums: Sums, seconds: float) -> Findings:
     lines: list[Sequence[object]] = []
     panels = []
     for n in DRAFTS:
-        found = {rule: [Estimate.of(mean(sums, key(rule, n), t)) for t in TEMPERATURES] for rule in RULES}
-        found["one draft"] = [Estimate.of(mean(sums, "one draft", t)) for t in TEMPERATURES]
+        found = {rule: [IntervalEstimate.of(mean(sums, key(rule, n), t)) for t in TEMPERATURES] for rule in RULES}
+        found["one draft"] = [IntervalEstimate.of(mean(sums, "one draft", t)) for t in TEMPERATURES]
         lines += [[n, rule, *(each.text(".3f") for each in figures)] for rule, figures in found.items()]
         curves = [
             Curve(label=rule, x=TEMPERATURES, y=figures, dashed=rule not in OPTIMUM) for rule, figures in found.items()
@@ -186,7 +186,7 @@ def claims(sums: Sums, seconds: float) -> list[Claim]:
     made = [
         PAPER.claim(
             f"{rule[0].upper()}{rule[1:]} comes within {FEW:g} % of the {best}.",
-            Estimate.of(100 * (1 - near(rule) / near(best))),
+            IntervalEstimate.of(100 * (1 - near(rule) / near(best))),
             num_prompts=sums.num_prompts,
             seconds=seconds,
             published="a few",
@@ -219,7 +219,7 @@ def claims(sums: Sums, seconds: float) -> list[Claim]:
     made.append(
         PAPER.claim(
             "Acceptance turns as the temperature rises.",
-            Estimate.of(turns[sign, t]),
+            IntervalEstimate.of(turns[sign, t]),
             num_prompts=sums.num_prompts,
             seconds=seconds,
             published="a turn near 0.9",

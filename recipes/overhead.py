@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 import outrider
 from outrider.bench.bare import bare, seconds
-from outrider.bench.evidence import Estimate, Row, quartiles, spread
+from outrider.bench.evidence import IntervalEstimate, Row, quartiles, spread
 from outrider.bench.folder import folder
 from outrider.bench.plot import Bars
 from outrider.bench.report import Findings, Table
@@ -350,7 +350,9 @@ def findings(summary: Mapping[str, Any], about: str) -> Findings:
         x="% of the step",
         names=[f"{each['pair']}, batch of {each['batch']}" for each in summary["steps"]],
         groups={
-            "overhead": [Estimate(value=100 * o["median"], low=100 * o["low"], high=100 * o["high"]) for o in over]
+            "overhead": [
+                IntervalEstimate(value=100 * o["median"], low=100 * o["low"], high=100 * o["high"]) for o in over
+            ]
         },
     )
     return Findings(

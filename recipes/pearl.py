@@ -19,7 +19,7 @@ import typer
 from jaxtyping import Float
 
 from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import Estimate, Sums, gain
+from outrider.bench.evidence import IntervalEstimate, Sums, gain
 from outrider.bench.folder import folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
@@ -87,10 +87,10 @@ def findings(sums: Sums, lengths: Sequence[int] = LENGTHS) -> Findings:
                 lines.append(
                     [
                         own,
-                        Estimate.of(sums.ratio(own, "accepted", "drafted")).text() if way in DRAFTING else "",
-                        Estimate.of(sums.efficiency(own)).text(),
-                        Estimate.of(speed(sums, own)).text(".1f"),
-                        Estimate.of(speed(sums, own) / plain).text(),
+                        IntervalEstimate.of(sums.ratio(own, "accepted", "drafted")).text() if way in DRAFTING else "",
+                        IntervalEstimate.of(sums.efficiency(own)).text(),
+                        IntervalEstimate.of(speed(sums, own)).text(".1f"),
+                        IntervalEstimate.of(speed(sums, own) / plain).text(),
                     ]
                 )
         panels.append(
@@ -102,7 +102,9 @@ def findings(sums: Sums, lengths: Sequence[int] = LENGTHS) -> Findings:
                     Curve(
                         label=way,
                         x=lengths,
-                        y=[Estimate.of(speed(sums, name(way, None if way in PLAIN else n, t))) for n in lengths],
+                        y=[
+                            IntervalEstimate.of(speed(sums, name(way, None if way in PLAIN else n, t))) for n in lengths
+                        ],
                         dashed=way in PLAIN,
                     )
                     for way in WAYS

@@ -22,7 +22,7 @@ from outrider.bench.side_by_side.arrivals import ClosedLoop
 from outrider.bench.side_by_side.configuration import DEFAULT, named
 from outrider.bench.side_by_side.page import findings
 from outrider.bench.side_by_side.peers import ASSISTED, OUTSIDE, TRANSFORMERS, PeerOptions, usual_folder
-from outrider.bench.side_by_side.session import Measurement, Plan, measure
+from outrider.bench.side_by_side.session import BenchPlan, Measurement, measure
 from outrider.bench.workload import PROMPTS
 from outrider.core import files
 from outrider.core.inputs import unknown
@@ -74,7 +74,7 @@ def main(
 ) -> None:
     """Compare Outrider with other engines on the same weights."""
     sizes, warm = options.whole_numbers("--batch-sizes", batch_sizes), options.numbers("--temperatures", temperatures)
-    plan = Plan(
+    plan = BenchPlan(
         setup=setup_of(model, dtype, environments, threads),
         configurations=CONFIGURATIONS,
         generation=Generation(max_new_tokens=max_new_tokens, ignore_eos=True),
@@ -100,7 +100,7 @@ def names_of(peers: str) -> tuple[str, ...]:
     return tuple(name for each in names for name in ((each, ASSISTED) if each == TRANSFORMERS else (each,)))
 
 
-def at_temperatures(plan: Plan, temperatures: Sequence[float]) -> list[Plan]:
+def at_temperatures(plan: BenchPlan, temperatures: Sequence[float]) -> list[BenchPlan]:
     """The same measurement at each temperature, in a folder of its own."""
     return [
         replace(

@@ -32,10 +32,10 @@ from outrider.core.types import InputError, Sampling
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
-from outrider.plan.prediction import Planner, Prediction, ranked
+from outrider.plan.prediction import Planner, PlanPrediction, ranked
 from outrider.plan.recording import record
 from outrider.plan.table import costs_of
-from outrider.plan.ways import Way, ways_of
+from outrider.plan.ways import DraftConfiguration, ways_of
 from outrider.setup import Setup
 from recipes import options
 
@@ -291,7 +291,7 @@ def predict(
         costs=list(costs.values()),
         draft_sampling=replace(sampling, temperature=WRONG * temperature) if planted else None,
     )
-    planner, ways = Planner(record=made, costs=costs), [Way()]
+    planner, ways = Planner(record=made, costs=costs), [DraftConfiguration()]
     for name, drafter in used.items():
         ways += [way for way in ways_of(name, drafter, lengths=lengths) if _is_measured(way, temperature, rules)]
     planner = with_trees(planner, engine, used, ways, batches)
@@ -305,7 +305,7 @@ def predict(
     return found
 
 
-def _row(prediction: Prediction, temperature: float, chosen: bool) -> Row:
+def _row(prediction: PlanPrediction, temperature: float, chosen: bool) -> Row:
     way = prediction.way
     return {
         "temperature": temperature,
@@ -317,7 +317,7 @@ def _row(prediction: Prediction, temperature: float, chosen: bool) -> Row:
     }
 
 
-def _is_measured(way: Way, temperature: float, rules: Sequence[str]) -> bool:
+def _is_measured(way: DraftConfiguration, temperature: float, rules: Sequence[str]) -> bool:
     """Whether a way is among those that are measured. What is only bounded is not. At temperature 0, and for drafters
     that look tokens up, all verifiers of chains do the same.
     """
@@ -358,8 +358,8 @@ def measure(
     return found
 
 
-def _way(row: Row) -> Way:
-    return Way(**{name: row[name] for name in ("drafter", "tree", "verifier", "length")})
+def _way(row: Row) -> DraftConfiguration:
+    return DraftConfiguration(**{name: row[name] for name in ("drafter", "tree", "verifier", "length")})
 
 
 def compared(predicted: Sequence[Row], runs: Sequence[Row]) -> list[Compared]:
@@ -402,7 +402,7 @@ def compared(predicted: Sequence[Row], runs: Sequence[Row]) -> list[Compared]:
 
 def run(
     engine: Engine,
-    way: Way,
+    way: DraftConfiguration,
     drafters: Mapping[str, Drafter],
     prompts: Sequence[list[int]],
     sampling: Sampling,

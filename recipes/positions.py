@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import outrider
 from outrider.bench.claims import Paper
-from outrider.bench.evidence import Estimate, Row, Sums
+from outrider.bench.evidence import IntervalEstimate, Row, Sums
 from outrider.bench.report import Findings, Table
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
@@ -136,7 +136,7 @@ def bucket(sums: Sums, method: str, temperature: int, number: int) -> str:
     name = f"{temperature}_{number}"
     if not sums.get(method, f"places_{name}")[0]:
         return "-"
-    return Estimate.of(sums.ratio(method, f"accepted_{name}", f"places_{name}")).text(".3f")
+    return IntervalEstimate.of(sums.ratio(method, f"accepted_{name}", f"places_{name}")).text(".3f")
 
 
 def behind(sums: Sums, method: str, temperature: int) -> Float[np.ndarray, " samples"]:
@@ -165,7 +165,7 @@ def findings(rows: Sequence[Row], length: int, about: str) -> Findings:
         sums,
         lambda method, t: behind(sums, method, t),
         unit="percentage points of acceptance",
-        by=lambda ours, theirs: Estimate.of(100 * (ours - theirs)),
+        by=lambda ours, theirs: IntervalEstimate.of(100 * (ours - theirs)),
     )
     return Findings(tables=tables, claims=claims, text=about)
 

@@ -38,7 +38,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from outrider.bench.evidence import Estimate, Row
+from outrider.bench.evidence import IntervalEstimate, Row
 from outrider.bench.folder import folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
@@ -351,7 +351,7 @@ def findings(row: Row, kill: Row | None, entries: Sequence[dict[str, Any]]) -> F
         + ("Nothing went wrong. " if not wrong else f"What went wrong: {'; '.join(wrong)}. ")
         + (f"The default has at least {least:.3f} of plain decoding's rate (goal {ALLOWED_SPEED})." if entries else "")
     )
-    points = [Estimate(value=e["ratio"], low=e["spread"][0], high=e["spread"][1]) for e in entries]
+    points = [IntervalEstimate(value=e["ratio"], low=e["spread"][0], high=e["spread"][1]) for e in entries]
     curve = Curve(label="default over plain", x=[e["concurrency"] for e in entries], y=points)
     panels = [Panel(title="rates", x="requests at once", y="over plain", curves=[curve], line=1.0)] if entries else []
     summary = {"faults": wrong, "slope": row["slope"], "finished": row["finished"], "chaos": chaos, "rates": entries}

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import outrider
 from outrider.bench.claims import Paper
-from outrider.bench.evidence import Estimate, Row, Sums
+from outrider.bench.evidence import IntervalEstimate, Row, Sums
 from outrider.bench.folder import Folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
@@ -149,7 +149,7 @@ def findings(rows: Sequence[Row], times: Sequence[Row], family: dict[str, Sized]
     for name in by_depth:
         steps = [1000 * row["seconds"] for row in times if (row["shape"], row["length"]) == (name, DEPTH)]
         line: list[object] = [name, f"{family[name].num_parameters:,}", f"{statistics.median(steps):.1f}"]
-        line += [Estimate.of(speeds(sums, times, name, t)).text(".0f") for t in TEMPERATURES]
+        line += [IntervalEstimate.of(speeds(sums, times, name, t)).text(".0f") for t in TEMPERATURES]
         lines.append(line)
     contrasts = [
         Contrast(

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import Estimate, Row, gain
+from outrider.bench.evidence import IntervalEstimate, Row, gain
 from outrider.bench.figures import Figures
 from outrider.bench.folder import folder
 from outrider.bench.judging import about, count_until_clear, nothing_whole, seconds_table
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
-from outrider.bench.runs import Job
+from outrider.bench.runs import PromptBatch
 from outrider.bench.step_seconds import StepSeconds
 from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.workload import Question
@@ -57,13 +57,13 @@ def methods(policies: Sequence[str] = tuple(POLICIES), lengths: Sequence[int] = 
     ]
 
 
-def batches(questions: Sequence[Question], size: int, seeds: int) -> list[Job]:
+def batches(questions: Sequence[Question], size: int, seeds: int) -> list[PromptBatch]:
     """Prompts in batches, shuffled for each seed. Prompts that do not fill a batch are left out for that seed."""
     jobs = []
     for seed in range(seeds):
         order = np.random.default_rng([seed, size]).permutation(len(questions)).tolist()
         chunks = [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
-        jobs += [Job(questions=tuple(questions[i] for i in chunk), seed=seed) for chunk in chunks]
+        jobs += [PromptBatch(questions=tuple(questions[i] for i in chunk), seed=seed) for chunk in chunks]
     return jobs
 
 
@@ -78,8 +78,11 @@ def findings(tables: Mapping[int, Figures], policies: Sequence[str], lengths: Se
                 [
                     size,
                     own,
-                    *(Estimate.of(of(own)).text() for of in (figures.drafted, figures.acceptance, figures.efficiency)),
-                    Estimate.of(figures.speed(own)).text(".1f") if timed else "-",
+                    *(
+                        IntervalEstimate.of(of(own)).text()
+                        for of in (figures.drafted, figures.acceptance, figures.efficiency)
+                    ),
+                    IntervalEstimate.of(figures.speed(own)).text(".1f") if timed else "-",
                     gain(figures.speed(own), figures.speed(name("fixed", k))).text("+.1f") if timed else "-",
                 ]
             )
@@ -89,7 +92,7 @@ def findings(tables: Mapping[int, Figures], policies: Sequence[str], lengths: Se
                 x="verified draft tokens per request and step (k)",
                 y="accepted per verified token",
                 curves=[
-                    Curve(label=p, x=lengths, y=[Estimate.of(figures.acceptance(name(p, k))) for k in lengths])
+                    Curve(label=p, x=lengths, y=[IntervalEstimate.of(figures.acceptance(name(p, k))) for k in lengths])
                     for p in policies
                 ],
             )

@@ -23,7 +23,7 @@ from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder, folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
-from outrider.bench.runs import Conditions, Job, Way, as_row, on_engine, on_transformers
+from outrider.bench.runs import Conditions, Contender, PromptBatch, as_row, on_engine, on_transformers
 from outrider.bench.speedup import rate, speedup
 from outrider.bench.trial import Setting
 from outrider.bench.turns import Turn, turns
@@ -117,7 +117,7 @@ class Pair:
         """The conditions of all ways: end tokens are ignored."""
         return Conditions(max_new_tokens=self.setting.max_new_tokens, temperature=temperature, ignore_eos=True)
 
-    def ways(self, kind: Kind, temperatures: Sequence[float]) -> list[Way]:
+    def ways(self, kind: Kind, temperatures: Sequence[float]) -> list[Contender]:
         """A kind at some temperatures, always with a cold cache."""
         if kind.name == TRANSFORMERS:
             return [self._transformers(t) for t in temperatures]
@@ -125,13 +125,13 @@ class Pair:
         engine = self.load(drafter=drafter, tree=kind.tree, length=kind.length, pad_to=kind.pad_to)
         return [self._engine(kind.name, engine, t) for t in temperatures]
 
-    def _engine(self, name: str, engine: outrider.Engine, t: float) -> Way:
+    def _engine(self, name: str, engine: outrider.Engine, t: float) -> Contender:
         conditions = self.conditions(t)
-        return Way(name=f"{name} T={t:g}", temperature=t, run=lambda job: on_engine(engine, job, conditions))
+        return Contender(name=f"{name} T={t:g}", temperature=t, run=lambda job: on_engine(engine, job, conditions))
 
-    def _transformers(self, t: float) -> Way:
+    def _transformers(self, t: float) -> Contender:
         conditions = self.conditions(t)
-        return Way(
+        return Contender(
             name=f"{TRANSFORMERS} T={t:g}",
             temperature=t,
             run=lambda job: on_transformers(self.model, job, conditions),
@@ -248,16 +248,16 @@ def measure(
     """All kinds at all temperatures take turns on all batches."""
     ways = [way for kind in given for way in pair.ways(kind, temperatures)]
     jobs = [
-        Job(questions=tuple(chosen[first : first + batch]))
+        PromptBatch(questions=tuple(chosen[first : first + batch]))
         for batch in batch_sizes
         for first in range(0, len(chosen) - batch + 1, batch)
     ]
     for batch in batch_sizes:
         for way in ways:
-            way.run(Job(questions=tuple(chosen[:batch])))
+            way.run(PromptBatch(questions=tuple(chosen[:batch])))
 
-    def one(turn: Turn[Way, Job]) -> Row:
-        way, job = turn.way, Job(questions=turn.job.questions, seed=turn.round)
+    def one(turn: Turn[Contender, PromptBatch]) -> Row:
+        way, job = turn.way, PromptBatch(questions=turn.job.questions, seed=turn.round)
         return as_row(way.run(job), way.name.rpartition(" T=")[0], job, pair.conditions(way.temperature))
 
     return place.take("measured", turns(ways, jobs, rounds=rounds), one)

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.evidence import Estimate, Row
+from outrider.bench.evidence import IntervalEstimate, Row
 from outrider.bench.folder import folder
 from outrider.bench.plot import Bars
 from outrider.bench.report import Findings, Table
@@ -118,9 +118,9 @@ def _parts(library: str, around: Mapping[str, str]) -> Row:
     return found
 
 
-def spread(values: Sequence[float]) -> Estimate:
+def spread(values: Sequence[float]) -> IntervalEstimate:
     """Median, lowest and highest."""
-    return Estimate(value=statistics.median(values), low=min(values), high=max(values))
+    return IntervalEstimate(value=statistics.median(values), low=min(values), high=max(values))
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def findings(found: Mapping[str, Any], rounds: int) -> Findings:
         lines.append([clock, *seconds, own["ratio"].text(), "yes" if own["ratio"].value <= MOST else "no"])
         bare, ours = own["parts"]["transformers"], own["parts"]["outrider"]
         parts += [[clock, part, bare[part].text(), ours[part].text()] for part in PARTS]
-        groups: dict[str, Sequence[Estimate]] = {
+        groups: dict[str, Sequence[IntervalEstimate]] = {
             "transformers": [bare[part] for part in PARTS],
             "outrider": [ours[part] for part in PARTS],
         }
@@ -173,7 +173,7 @@ def findings(found: Mapping[str, Any], rounds: int) -> Findings:
 
 def _plain(found: Any) -> Any:
     """A summary without estimates, for JSON."""
-    if isinstance(found, Estimate):
+    if isinstance(found, IntervalEstimate):
         return asdict(found)
     return {name: _plain(each) for name, each in found.items()} if isinstance(found, Mapping) else found
 

@@ -9,7 +9,7 @@ static length for one half of the prompts is chosen on the other half.
 from collections.abc import Sequence
 
 from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import Estimate, gain
+from outrider.bench.evidence import IntervalEstimate, gain
 from outrider.bench.figures import Figure, Figures
 from outrider.bench.judging import Inquiry
 from outrider.bench.plot import Curve, Panel
@@ -67,8 +67,11 @@ def findings(figures: Figures, lengths: Sequence[int] = LENGTHS, stoppers: Seque
             lines.append(
                 [
                     own,
-                    *(Estimate.of(of(own)).text() for of in (figures.drafted, figures.efficiency, figures.acceptance)),
-                    Estimate.of(figures.speed(own)).text(".1f") if timed else "-",
+                    *(
+                        IntervalEstimate.of(of(own)).text()
+                        for of in (figures.drafted, figures.efficiency, figures.acceptance)
+                    ),
+                    IntervalEstimate.of(figures.speed(own)).text(".1f") if timed else "-",
                     "-" if best is None else gain(figures.speed(own), best).text("+.1f"),
                 ]
             )
@@ -91,10 +94,10 @@ def _panels(figures: Figures, t: float, lengths: Sequence[int], stoppers: Sequen
         wanted.append(("Speed", "tokens per second", figures.speed))
     panels = []
     for title, y, of in wanted:
-        curves = [Curve(label="static", x=lengths, y=[Estimate.of(of(name(n, t))) for n in lengths])]
+        curves = [Curve(label="static", x=lengths, y=[IntervalEstimate.of(of(name(n, t))) for n in lengths])]
         for stopper in stoppers:
             own = name(stopper, t)
-            curves.append(Curve(label=stopper, x=[float(figures.drafted(own)[0])], y=[Estimate.of(of(own))]))
+            curves.append(Curve(label=stopper, x=[float(figures.drafted(own)[0])], y=[IntervalEstimate.of(of(own))]))
         panels.append(Panel(title=f"{title} at temperature {t:g}", x="drafted tokens per step", y=y, curves=curves))
     return panels
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import outrider
 from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import Estimate, Row, Sums, gain
+from outrider.bench.evidence import IntervalEstimate, Row, Sums, gain
 from outrider.bench.folder import Folder, folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import W, turns
@@ -36,7 +36,7 @@ from outrider.training.data.records import read_documents
 from outrider.training.data.regenerate import AnswerOptions, regenerate
 from outrider.training.data.shards import Captured, Contents
 from outrider.training.distill import Distilled
-from outrider.training.loop.settings import Settings
+from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import Progress, train
 from recipes import options
 
@@ -119,7 +119,7 @@ class Way:
     name: str
     learner: Callable[[int], Learner]
     batches: Callable[[int], Batches] | None = None
-    settings: Callable[[int], Settings] | None = None
+    settings: Callable[[int], TrainSettings] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,9 +224,9 @@ def covered(chances: Float[np.ndarray, "places depth"]) -> Coverage:
     return expected(survivals, len(chances) + chances.shape[1])
 
 
-def short_run(seed: int, steps: int, batch_size: int, length: int, learning_rate: float) -> Settings:
+def short_run(seed: int, steps: int, batch_size: int, length: int, learning_rate: float) -> TrainSettings:
     """How the drafters of a comparison are trained: all in bfloat16 products, and the last weights are kept."""
-    return Settings(
+    return TrainSettings(
         steps=steps,
         batch_size=batch_size,
         max_length=length,
@@ -263,7 +263,7 @@ def fresh_draft(shape: dict[str, int], seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def draft_of_text(place: Path, corpus: Sequence[Document], settings: Settings, shape: dict[str, int]) -> Path:
+def draft_of_text(place: Path, corpus: Sequence[Document], settings: TrainSettings, shape: dict[str, int]) -> Path:
     """A draft model that has learnt texts by their own tokens, trained unless an earlier run has; its folder."""
     if not (place / "config.json").is_file():
         batches = Batches(corpus, batch_size=settings.batch_size, max_length=settings.max_length, seed=settings.seed)
@@ -328,7 +328,7 @@ class Budget:
         """Most tokens of text that the draft model has read before."""
         return 2 * self.text_steps * self.batch_size * self.length
 
-    def settings(self, seed: int) -> Settings:
+    def settings(self, seed: int) -> TrainSettings:
         """How a drafter is trained."""
         return short_run(seed, self.steps, self.batch_size, self.length, self.learning_rate)
 
@@ -413,7 +413,7 @@ class Contrast:
     note: str = ""
 
     def claim(
-        self, found: Estimate, temperature: int, num_prompts: int, unit: str, rests_on: Sequence[str] = ()
+        self, found: IntervalEstimate, temperature: int, num_prompts: int, unit: str, rests_on: Sequence[str] = ()
     ) -> Claim:
         """What was found, at a temperature."""
         published = self.published[temperature] if isinstance(self.published, Mapping) else self.published
@@ -439,7 +439,7 @@ def contrasted(
     figure: Figure | None = None,
     *,
     unit: str = "% of block efficiency",
-    by: Callable[..., Estimate] = gain,
+    by: Callable[..., IntervalEstimate] = gain,
 ) -> list[Claim]:
     """The contrasts at both temperatures.
 
@@ -473,8 +473,8 @@ def efficiencies(sums: Sums, methods: Sequence[str], rows: Sequence[Row]) -> Tab
             runs = [[row for row in own if row["seed"] == seed] for seed in seeds]
             each = [sum(row[over] for row in run) / sum(row[under] for row in run) for run in runs]
             first = sums.ratio(method, f"first_{temperature}", f"places_{temperature}")
-            line += [Estimate.of(efficiency(sums, method, temperature)).text(".3f")]
-            line += [f"{min(each):.3f} to {max(each):.3f}", Estimate.of(first).text(".3f")]
+            line += [IntervalEstimate.of(efficiency(sums, method, temperature)).text(".3f")]
+            line += [f"{min(each):.3f} to {max(each):.3f}", IntervalEstimate.of(first).text(".3f")]
         lines.append(line)
     head = ["drafter"]
     for temperature in TEMPERATURES:

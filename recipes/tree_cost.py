@@ -24,7 +24,7 @@ from jaxtyping import Int
 from transformers import PreTrainedModel
 
 from outrider.bench.bare import Bare, random_llama, seconds
-from outrider.bench.evidence import Estimate, Row, quartiles, spread
+from outrider.bench.evidence import IntervalEstimate, Row, quartiles, spread
 from outrider.bench.folder import Folder, folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
@@ -203,7 +203,7 @@ def panels(entries: Sequence[Mapping[str, Any]]) -> list[Panel]:
         for tree in TREES:
             line = [e for e in entries if (e["model"], e["context"], e["tree"]) == (model, context, tree)]
             ratios = [e["ratio"] for e in line]
-            y = [Estimate(value=r["median"], low=r["low"], high=r["high"]) for r in ratios]
+            y = [IntervalEstimate(value=r["median"], low=r["low"], high=r["high"]) for r in ratios]
             curves.append(Curve(label=tree, x=[e["nodes"] for e in line], y=y))
         title = f"{model}, context {context}"
         found.append(Panel(title=title, x="nodes", y="extend / bare forward", curves=curves, line=PROMISE))

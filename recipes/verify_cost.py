@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.bench.bare import Bare, random_llama
-from outrider.bench.evidence import Estimate, Row, quartiles, spread
+from outrider.bench.evidence import IntervalEstimate, Row, quartiles, spread
 from outrider.bench.folder import Folder, folder
 from outrider.bench.plot import Bars
 from outrider.bench.report import Findings, Table
@@ -318,7 +318,7 @@ def bars(entries: Sequence[Mapping[str, Any]]) -> list[Bars]:
     found = []
     names = sorted({(e["verifier"], e["tree"].partition(":")[0]) for e in entries})
     for requests, sampling in sorted({(e["requests"], e["sampling"]) for e in entries}):
-        groups: dict[str, Sequence[Estimate]] = {}
+        groups: dict[str, Sequence[IntervalEstimate]] = {}
         for kind in KINDS:
             shares = {
                 (e["verifier"], e["tree"].partition(":")[0]): e["share"]
@@ -326,7 +326,7 @@ def bars(entries: Sequence[Mapping[str, Any]]) -> list[Bars]:
                 if (e["requests"], e["sampling"], e["kind"]) == (requests, sampling, kind)
             }
             groups[f"{kind} logits"] = [
-                Estimate(**{end: 100 * shares[name][part] for end, part in ENDS.items()}) for name in names
+                IntervalEstimate(**{end: 100 * shares[name][part] for end, part in ENDS.items()}) for name in names
             ]
         title = f"{requests} request{'s' if requests > 1 else ''}, {sampling}"
         labels = [f"{verifier} on {tree}" for verifier, tree in names]

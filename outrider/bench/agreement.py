@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.core.deadline import ENDLESS, Deadline
 from outrider.core.dice import Dice
 from outrider.core.metrics import block_efficiency, conditional_acceptance
-from outrider.core.progress import Task, task
+from outrider.core.progress import ProgressTask, task
 from outrider.core.types import Draft, InputError, Request, Running, Sampling, Step, Verdict
 from outrider.decoding.progress import begin, end
 from outrider.decoding.protocol import Cycle, Parts
@@ -31,7 +31,7 @@ LEAST_TEXT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreement:
+class RowAgreement:
     r"""How two kinds of rows agree: means over `count` pairs.
 
     Attributes:
@@ -58,9 +58,9 @@ class Pairs:
     alpha: Float[np.ndarray, " pairs"]
     argmax: Bool[np.ndarray, " pairs"]
 
-    def mean(self, where: str, chosen: Bool[np.ndarray, " pairs"]) -> Agreement:
+    def mean(self, where: str, chosen: Bool[np.ndarray, " pairs"]) -> RowAgreement:
         """Means over some of them."""
-        return Agreement(
+        return RowAgreement(
             where=where,
             count=int(chosen.sum()),
             alpha=float(self.alpha[chosen].mean()),
@@ -68,11 +68,11 @@ class Pairs:
             argmax=float(self.argmax[chosen].mean()),
         )
 
-    def by_depth(self) -> list[Agreement]:
+    def by_depth(self) -> list[RowAgreement]:
         """Depth 1 is what follows the text itself; deeper rows stand behind tokens that the drafter drew."""
         return [self.mean(str(depth), self.depths == depth) for depth in np.unique(self.depths).tolist()]
 
-    def by_position(self) -> list[Agreement]:
+    def by_position(self) -> list[RowAgreement]:
         """Rows that follow the text itself, by where in it they stand."""
         direct, first, size, found = self.depths == 1, 0, FIRST_POSITIONS, []
         while (direct & (self.positions >= first)).any():
@@ -182,7 +182,7 @@ def _follow(
     states: Sequence[Running],
     texts: Sequence[Sequence[int]],
     seen: list[Pairs],
-    progress: Task,
+    progress: ProgressTask,
     until: Deadline,
 ) -> None:
     """Feed texts token by token, all of them together, until each is at its end or time is; note what was compared."""
@@ -223,7 +223,7 @@ class FreeRun:
     unconditional: list[float]
     conditional: list[float]
     block_efficiency: float
-    rows: list[Agreement]
+    rows: list[RowAgreement]
 
 
 def run_freely(

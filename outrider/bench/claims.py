@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.bench.evidence import Estimate
+from outrider.bench.evidence import IntervalEstimate
 
 FEWEST = 8
 """With fewer prompts to resample than this, an interval says too little to judge a claim by."""
@@ -53,7 +53,7 @@ class Paper:
     def claim(
         self,
         claim: str,
-        ours: Estimate,
+        ours: IntervalEstimate,
         *,
         num_prompts: int,
         published: float | str | None,
@@ -98,20 +98,20 @@ class Paper:
         )
 
 
-def times_away(ours: Estimate, bound: float) -> float:
+def times_away(ours: IntervalEstimate, bound: float) -> float:
     """How far a figure is from a bound, in times of how far its interval reaches towards it."""
     reach = ours.value - ours.low if ours.value > bound else ours.high - ours.value
     return abs(ours.value - bound) / reach if reach > 0 else FOREVER
 
 
-def hours_left(ours: Estimate, bound: float, seconds: float) -> float:
+def hours_left(ours: IntervalEstimate, bound: float, seconds: float) -> float:
     r"""Hours of further measuring until an interval leaves its bound out, if the figure stays what it is.
 
     An interval narrows with the square root of the time spent: where the figure is d away from the bound and its
     interval reaches h > d towards it, $(h / d)^2$ times the time is needed.
 
     Example:
-        >>> hours_left(Estimate(value=1.0, low=-1.0, high=3.0), 0.0, 3600.0)
+        >>> hours_left(IntervalEstimate(value=1.0, low=-1.0, high=3.0), 0.0, 3600.0)
         3.0
     """
     away = times_away(ours, bound)

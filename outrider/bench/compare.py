@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from outrider.bench.runs import Conditions, Job, Run, Way, on_engine, on_transformers
+from outrider.bench.runs import Conditions, Contender, PromptBatch, RunResult, on_engine, on_transformers
 from outrider.bench.turns import turns
 from outrider.bench.workload import Question
 from outrider.core.types import Sampling
@@ -70,7 +70,7 @@ def compare(
     """
     conditions = Conditions(max_new_tokens=max_new_tokens, temperature=sampling.temperature, sampling=sampling)
     asked = [Question(id=str(i), category="", tokens=tuple(prompt)) for i, prompt in enumerate(prompts)]
-    job = Job(questions=tuple(asked), seed=sampling.seed or 0)
+    job = PromptBatch(questions=tuple(asked), seed=sampling.seed or 0)
     ways = _ways(engine, conditions, len(prompts))
     runs: list[TimedRun] = []
     for way in ways:
@@ -85,26 +85,28 @@ def compare(
     return Comparison(runs=runs)
 
 
-def _ways(engine: Engine, conditions: Conditions, num_prompts: int) -> list[Way]:
+def _ways(engine: Engine, conditions: Conditions, num_prompts: int) -> list[Contender]:
     """The drafter, plain decoding in its forms, and transformers where it too takes one prompt after another."""
     target = engine.parts.target
     if not isinstance(target, LanguageModel | RecurrentModel):
         raise TypeError("only a real language model can be timed")
 
-    def way(name: str, run: Callable[[Job], Run]) -> Way:
-        return Way(name=name, temperature=conditions.temperature, run=run)
+    def way(name: str, run: Callable[[PromptBatch], RunResult]) -> Contender:
+        return Contender(name=name, temperature=conditions.temperature, run=run)
 
-    def plain(columns: int, job: Job) -> Run:
+    def plain(columns: int, job: PromptBatch) -> RunResult:
         return on_engine(engine.plain(), job, conditions, columns=columns)
 
-    def transformers(job: Job) -> Run:
+    def transformers(job: PromptBatch) -> RunResult:
         # One prompt after another.
         made = []
         for question in job.questions:
             room = min(conditions.max_new_tokens, target.max_context - len(question.tokens))
-            alone, own = Job(questions=(question,), seed=job.seed), replace(conditions, max_new_tokens=room)
+            alone, own = PromptBatch(questions=(question,), seed=job.seed), replace(conditions, max_new_tokens=room)
             made.append(on_transformers(target.model, alone, own, eos_ids=engine.eos_ids))
-        return Run(tokens=[tokens for run in made for tokens in run.tokens], seconds=sum(run.seconds for run in made))
+        return RunResult(
+            tokens=[tokens for run in made for tokens in run.tokens], seconds=sum(run.seconds for run in made)
+        )
 
     found = [way(SPECULATIVE, lambda job: on_engine(engine, job, conditions))]
     for columns in sorted({1, target.pad_to}):

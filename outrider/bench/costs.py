@@ -14,7 +14,7 @@ from outrider.decoding.step import StepDecoding
 from outrider.engine.engine import Engine
 from outrider.lengths.costs import StepCost
 from outrider.lengths.fixed import FixedLength
-from outrider.plan.probe import CONTEXT, REPEATS, WARM_UP, Bench, Kind
+from outrider.plan.probe import CONTEXT, REPEATS, WARM_UP, StepProbe, StepShape
 from outrider.trees.chain import ChainTree
 from outrider.trees.gumbel import GumbelTree
 from outrider.verifiers.match import MatchVerifier
@@ -93,8 +93,8 @@ def measure_costs(engine: Engine, *, rounds: int = 3, num_requests: int = 1, unt
     engine.rest()
     parts = replace(engine.parts, tree=ChainTree(), verifier=MatchVerifier(), decoding=StepDecoding())
     deepest = LENGTHS[-1] if parts.drafter.max_depth is None else parts.drafter.max_depth
-    kinds = [Kind(requests=num_requests, length=n) for n in (0, *LENGTHS) if n <= deepest]
-    bench = Bench(parts, min(CONTEXT, parts.target.max_context // 4))
+    kinds = [StepShape(requests=num_requests, length=n) for n in (0, *LENGTHS) if n <= deepest]
+    bench = StepProbe(parts, min(CONTEXT, parts.target.max_context // 4))
     try:
         turns = rounds * REPEATS
         with task(f"costs of {num_requests} together", (WARM_UP + turns) * len(kinds), "steps") as bar:

@@ -9,17 +9,17 @@ from jaxtyping import Float
 
 from outrider.bench.evidence import Row
 from outrider.bench.expected import acceptance, expected_accepted
-from outrider.bench.runs import Conditions, Job, on_engine
+from outrider.bench.runs import Conditions, PromptBatch, on_engine
 from outrider.bench.texts import log_ratios, logits_along, rows_at
 from outrider.core.types import Step
 from outrider.decoding.protocol import Cycle
 from outrider.engine.engine import Engine
-from outrider.plan.tree_coverage import DraftedTree, Said
+from outrider.plan.tree_coverage import DraftedTree, RecordedText
 from outrider.theory.coverage import Rule, coverage
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chain:
+class FixedChain:
     """A chain of a fixed length under a rule, for which texts alone say how many steps they take.
 
     Attributes:
@@ -37,7 +37,7 @@ class Chain:
 
 
 @dataclass(kw_only=True)
-class Tally:
+class StepTally:
     """Counts over the steps of a request; those that begin with room for a whole draft are free.
 
     Attributes:
@@ -67,7 +67,7 @@ class Tally:
         self.free_drafted += free * step.num_draft_tokens
 
 
-def tally(engine: Engine, job: Job, conditions: Conditions, deepest: int) -> list[Tally]:
+def tally(engine: Engine, job: PromptBatch, conditions: Conditions, deepest: int) -> list[StepTally]:
     """Run a job and count the steps of each of its requests.
 
     Args:
@@ -92,7 +92,7 @@ def tally(engine: Engine, job: Job, conditions: Conditions, deepest: int) -> lis
             )
             for prompt, sampling in zip(job.prompts, conditions.samplings(job), strict=True)
         ]
-        tallies = {id: Tally() for id in ids}
+        tallies = {id: StepTally() for id in ids}
         while engine.busy:
             made: list[Step] = []
             engine.step(sink=made.append)
@@ -105,7 +105,7 @@ def tally(engine: Engine, job: Job, conditions: Conditions, deepest: int) -> lis
 
 
 def covered(
-    engine: Engine, prompt: Sequence[int], output: Sequence[int], conditions: Conditions, chains: Sequence[Chain]
+    engine: Engine, prompt: Sequence[int], output: Sequence[int], conditions: Conditions, chains: Sequence[FixedChain]
 ) -> dict[str, list[float]]:
     """Expected steps of chains on an output, and the tokens that these emit; by the chain's name.
 
@@ -122,7 +122,7 @@ def _ended(engine: Engine, output: Sequence[int], conditions: Conditions) -> boo
 
 
 def by_chains(
-    ratios: Float[np.ndarray, " text"], conditions: Conditions, chains: Sequence[Chain], *, ended: bool
+    ratios: Float[np.ndarray, " text"], conditions: Conditions, chains: Sequence[FixedChain], *, ended: bool
 ) -> dict[str, list[float]]:
     """The same from the log ratios of the output's tokens."""
     found = {}
@@ -133,7 +133,7 @@ def by_chains(
     return found
 
 
-def listen(engine: Engine, job: Job, conditions: Conditions) -> list[Said]:
+def listen(engine: Engine, job: PromptBatch, conditions: Conditions) -> list[RecordedText]:
     """Let the target say a text for each prompt of a job, however the engine drafts, and take both models' rows."""
     draft: Any = engine.parts.drafter
     made = on_engine(engine, job, conditions)
@@ -145,12 +145,18 @@ def listen(engine: Engine, job: Job, conditions: Conditions) -> list[Said]:
         )
         starts = np.random.default_rng([job.seed, i]).random(len(output))
         ended = _ended(engine, output, conditions)
-        found.append(Said(tokens=tuple(output), p=p, q=q, starts=starts, ended=ended))
+        found.append(RecordedText(tokens=tuple(output), p=p, q=q, starts=starts, ended=ended))
     return found
 
 
 def rows_told(
-    texts: Sequence[Said], job: Job, conditions: Conditions, tree: DraftedTree, *, deepest: int, chains: Sequence[Chain]
+    texts: Sequence[RecordedText],
+    job: PromptBatch,
+    conditions: Conditions,
+    tree: DraftedTree,
+    *,
+    deepest: int,
+    chains: Sequence[FixedChain],
 ) -> list[Row]:
     """Of each text of a job the steps and tokens that trees are expected to take, and what chains would take."""
     found = []
@@ -170,7 +176,9 @@ def rows_told(
     return found
 
 
-def rows_of(engine: Engine, job: Job, conditions: Conditions, *, deepest: int, chains: Sequence[Chain]) -> list[Row]:
+def rows_of(
+    engine: Engine, job: PromptBatch, conditions: Conditions, *, deepest: int, chains: Sequence[FixedChain]
+) -> list[Row]:
     """Of each request of a job the counts of its steps, and what chains would take for the same text."""
     found = []
     for question, made in zip(job.questions, tally(engine, job, conditions, deepest), strict=True):

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from outrider.bench.agreement import Agreement, FreeRun, along_text, run_freely
+from outrider.bench.agreement import FreeRun, RowAgreement, along_text, run_freely
 from outrider.bench.costs import Costs, measure_costs
 from outrider.core.deadline import ENDLESS, Deadline
 from outrider.core.types import InputError
@@ -189,8 +189,8 @@ class Diagnosis:
     aspects: Sequence[Aspect] | None = None
     refusal: str | None = None
     notes: Sequence[str] = ()
-    by_position: Sequence[Agreement] | None = None
-    by_depth: Sequence[Agreement] | None = None
+    by_position: Sequence[RowAgreement] | None = None
+    by_depth: Sequence[RowAgreement] | None = None
     free: FreeRun | None = None
     worth: Worth | None = None
     worth_together: Worth | None = None
@@ -205,8 +205,8 @@ class Measured:
     """What running a pair on texts gave; see `Diagnosis`."""
 
     notes: Sequence[str]
-    by_position: Sequence[Agreement] | None
-    by_depth: Sequence[Agreement] | None
+    by_position: Sequence[RowAgreement] | None
+    by_depth: Sequence[RowAgreement] | None
     free: FreeRun
     worth: Worth | None
     worth_together: Worth | None

@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class IntervalEstimate:
     """A figure and its 95 % interval."""
 
     value: float
@@ -26,7 +26,7 @@ class Estimate:
     high: float
 
     @classmethod
-    def of(cls, samples: Float[np.ndarray, " samples"]) -> "Estimate":
+    def of(cls, samples: Float[np.ndarray, " samples"]) -> "IntervalEstimate":
         """The first sample is the figure, the others are its bootstrap."""
         low, high = np.nanquantile(samples[1:], [0.025, 0.975])
         return cls(value=float(samples[0]), low=float(low), high=float(high))
@@ -159,6 +159,6 @@ def _crossed(
     return (prompts[:, :, None] * drafters[:, None, :]).reshape(resamples + 1, -1)
 
 
-def gain(ours: Float[np.ndarray, " samples"], theirs: Float[np.ndarray, " samples"]) -> Estimate:
+def gain(ours: Float[np.ndarray, " samples"], theirs: Float[np.ndarray, " samples"]) -> IntervalEstimate:
     """By how many percent the first is above the second."""
-    return Estimate.of(100 * (ours / theirs - 1))
+    return IntervalEstimate.of(100 * (ours / theirs - 1))

@@ -21,7 +21,7 @@ from outrider.heads.doubt import Doubt
 from outrider.heads.head import Head, TrainedHead
 from outrider.heads.objective import HeadContext
 from outrider.heads.parts.layer_config import rotary_base
-from outrider.learning.batch import Batch, Document
+from outrider.learning.batch import Document, TrainBatch
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.open import open_tokenizer
 from outrider.lm.hf.taps import tapped
@@ -100,7 +100,7 @@ class Judge:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
-    batch: Batch
+    batch: TrainBatch
     documents: Sequence[Document]
 
     @classmethod

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from outrider.bench.claims import Claim
-from outrider.bench.evidence import Estimate, Row
+from outrider.bench.evidence import IntervalEstimate, Row
 from outrider.bench.figures import Figures
 from outrider.bench.folder import Folder, folder
 from outrider.bench.report import Findings, Table
-from outrider.bench.runs import Job
+from outrider.bench.runs import PromptBatch
 from outrider.bench.step_seconds import StepSeconds
 from outrider.bench.trial import Bench, Method, Setting
 from outrider.core.types import InputError
@@ -71,7 +71,7 @@ def count_until_clear(
     bench: Bench,
     place: Folder,
     methods: Sequence[Method],
-    jobs: Sequence[Job],
+    jobs: Sequence[PromptBatch],
     judge: Callable[[Sequence[Row]], Sequence[Claim]],
 ) -> list[Row]:
     """Count seed by seed; a method on which no claim rests that is still open is not run with further seeds.
@@ -113,7 +113,7 @@ def seconds_table(methods: Sequence[Method], rows: Sequence[Row]) -> Table:
     """Milliseconds of a step of each method."""
     times = StepSeconds(rows, {})
     lines = [
-        [method.name, method.length, Estimate.of(1000 * times.of(method.name)).text()]
+        [method.name, method.length, IntervalEstimate.of(1000 * times.of(method.name)).text()]
         for method in methods
         if times.has(method.name)
     ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 
-from outrider.bench.evidence import Estimate
+from outrider.bench.evidence import IntervalEstimate
 from outrider.core.inputs import needs
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Curve:
 
     label: str
     x: Sequence[float]
-    y: Sequence[Estimate]
+    y: Sequence[IntervalEstimate]
     dashed: bool = False
     color: int | None = None
 
@@ -67,7 +67,7 @@ class Bars:
     title: str
     x: str
     names: Sequence[str]
-    groups: dict[str, Sequence[Estimate]]
+    groups: dict[str, Sequence[IntervalEstimate]]
     reading: str = ""
 
 
@@ -84,7 +84,7 @@ class Dots:
     title: str
     x: str
     names: Sequence[str]
-    groups: Mapping[str, Sequence[Estimate | None]]
+    groups: Mapping[str, Sequence[IntervalEstimate | None]]
     line: float = 1.0
     reading: str = ""
 

@@ -130,7 +130,7 @@ def table(head: Sequence[str], body: Sequence[Sequence[object]]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
+class PlottedFigure:
     """A figure of the page: how to read it, and its data."""
 
     svg: str
@@ -138,7 +138,7 @@ class Drawn:
     data: Table
 
     @classmethod
-    def of(cls, panel: Figure) -> "Drawn":
+    def of(cls, panel: Figure) -> "PlottedFigure":
         """A panel, drawn so that its words can be read on a narrow screen."""
         return cls(svg=draw([panel], 1, PAGE_SIZE), reading=panel.reading, data=data_of(panel))
 
@@ -210,7 +210,7 @@ class Findings:
             claims=self.claims,
             verdicts=VERDICTS,
             tables=self.tables,
-            figures=[Drawn.of(panel) for panel in self.panels],
+            figures=[PlottedFigure.of(panel) for panel in self.panels],
             count=count,
             first=first,
             # No text of a script may hold the end of one.

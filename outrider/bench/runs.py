@@ -21,7 +21,7 @@ PARTS = ("target", "drafter", "rows", "verify", "commit")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class PromptBatch:
     """Prompts that run together, and their seed."""
 
     questions: tuple[Question, ...]
@@ -58,14 +58,14 @@ class Conditions:
     ignore_eos: bool = False
     sampling: Sampling = field(default_factory=Sampling)
 
-    def samplings(self, job: Job) -> list[Sampling]:
+    def samplings(self, job: PromptBatch) -> list[Sampling]:
         """One for each prompt: the i-th is drawn with 1000 times the job's seed and i."""
         seeds = [1000 * job.seed + i for i in range(len(job.questions))]
         return [replace(self.sampling, temperature=self.temperature, seed=seed) for seed in seeds]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunResult:
     """What a run gave.
 
     Attributes:
@@ -92,7 +92,7 @@ class Run:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def on_engine(engine: Engine, job: Job, conditions: Conditions, *, columns: int | None = None) -> Run:
+def on_engine(engine: Engine, job: PromptBatch, conditions: Conditions, *, columns: int | None = None) -> RunResult:
     """Run a job on an engine, from a cold cache.
 
     Args:
@@ -114,20 +114,20 @@ def on_engine(engine: Engine, job: Job, conditions: Conditions, *, columns: int 
         engine.rest()
     finally:
         target.pad_to = padded
-    return Run(tokens=[output.tokens for output in outputs], seconds=seconds, outputs=outputs)
+    return RunResult(tokens=[output.tokens for output in outputs], seconds=seconds, outputs=outputs)
 
 
 @torch.inference_mode()
 def on_transformers(
     model: PreTrainedModel,
-    job: Job,
+    job: PromptBatch,
     conditions: Conditions,
     *,
     eos_ids: frozenset[int] = frozenset(),
     assistant: PreTrainedModel | None = None,
     num_assistant_tokens: int = 0,
     prompt_lookup_num_tokens: int | None = None,
-) -> Run:
+) -> RunResult:
     """Run a job by `model.generate`, its prompts as one padded batch.
 
     Args:
@@ -171,7 +171,7 @@ def on_transformers(
         hook.remove()
         model.generation_config.eos_token_id = usual
     tokens = [_ended(each, ending or ()) for each in said[:, longest:].tolist()]
-    return Run(tokens=tokens, seconds=seconds, forwards=forwards)
+    return RunResult(tokens=tokens, seconds=seconds, forwards=forwards)
 
 
 def law(temperature: float, sampling: Sampling | None = None) -> dict[str, Any]:
@@ -189,9 +189,9 @@ def _ended(tokens: list[int], eos_ids: Sequence[int]) -> list[int]:
 
 
 def as_row(
-    run: Run,
+    run: RunResult,
     method: str,
-    job: Job,
+    job: PromptBatch,
     conditions: Conditions,
     *,
     deepest: int = 0,
@@ -268,9 +268,9 @@ def _free(output: Output, before: int) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class Contender:
     """A way to decode at a temperature, and how it runs a job."""
 
     name: str
     temperature: float
-    run: Callable[[Job], Run]
+    run: Callable[[PromptBatch], RunResult]

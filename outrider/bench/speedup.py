@@ -4,7 +4,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-from outrider.bench.evidence import Estimate, Row, Sums
+from outrider.bench.evidence import IntervalEstimate, Row, Sums
 
 
 def per_prompt(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
@@ -29,7 +29,7 @@ def rate(rows: Sequence[Row]) -> float:
     return sum(tokens for tokens, _ in pairs) / sum(seconds for _, seconds in pairs)
 
 
-def speedup(rows: Sequence[Row], plain: Sequence[Row], prompts: Sequence[str]) -> Estimate | None:
+def speedup(rows: Sequence[Row], plain: Sequence[Row], prompts: Sequence[str]) -> IntervalEstimate | None:
     """Speedup of rows over plain on some prompts, resampled; None without prompts."""
     if not prompts:
         return None
@@ -40,4 +40,4 @@ def speedup(rows: Sequence[Row], plain: Sequence[Row], prompts: Sequence[str]) -
         for p in prompts
     ]
     sums = Sums(table)
-    return Estimate.of(sums.speed("ours") / sums.speed("plain"))
+    return IntervalEstimate.of(sums.speed("ours") / sums.speed("plain"))

@@ -5,7 +5,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from outrider.bench.evidence import Estimate
+from outrider.bench.evidence import IntervalEstimate
 from outrider.bench.plot import Curve, Panel, draw
 from outrider.bench.report import STYLE, Table
 from outrider.core.types import InputError
@@ -102,7 +102,7 @@ def _curve(label: str, field: str, lines: Sequence[Line]) -> Curve:
         part = lines[begin : begin + size]
         mean = sum(line[field] for line in part) / len(part)
         x.append(sum(line["step"] for line in part) / len(part))
-        y.append(Estimate(value=mean, low=mean, high=mean))
+        y.append(IntervalEstimate(value=mean, low=mean, high=mean))
     return Curve(label=label, x=x, y=y)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from outrider import catalog
 from outrider.assembly import assemble
-from outrider.bench.counts import Chain, listen, rows_of, rows_told
+from outrider.bench.counts import FixedChain, listen, rows_of, rows_told
 from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder
-from outrider.bench.runs import Conditions, Job, as_row, drafted_per_position, on_engine
+from outrider.bench.runs import Conditions, PromptBatch, as_row, drafted_per_position, on_engine
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS, Question, questions
 from outrider.core.progress import task
@@ -25,7 +25,7 @@ from outrider.engine.engine import Engine
 from outrider.host.threads import use_threads
 from outrider.lengths.fixed import FixedLength
 from outrider.load import load
-from outrider.plan.tree_coverage import Branches, DraftedTree, Paths, Said
+from outrider.plan.tree_coverage import Branches, DraftedTree, RecordedText, SharedPaths
 from outrider.setup import Setup
 from outrider.theory.coverage import Rule
 from outrider.trees.gumbel import GumbelTree
@@ -100,7 +100,7 @@ class Method:
     control: int = 5
 
     @property
-    def chain(self) -> Chain | None:
+    def chain(self) -> FixedChain | None:
         """The chain of a fixed length that it is, if it is one whose steps texts alone can tell."""
         length = catalog.make("length", self.length)
         if (self.tree, self.decoding) != ("chain", "step") or not isinstance(length, FixedLength):
@@ -108,7 +108,7 @@ class Method:
         if self.verifier not in ("token", "block"):
             return None
         rule: Rule = "token" if self.verifier == "token" else "block"
-        return Chain(rule=rule, length=length.num_speculative_tokens, deepest=self.deepest)
+        return FixedChain(rule=rule, length=length.num_speculative_tokens, deepest=self.deepest)
 
     @property
     def told(self) -> DraftedTree | None:
@@ -120,7 +120,9 @@ class Method:
         if isinstance(tree, GumbelTree) and self.verifier == "recursive":
             return Branches(counts=tree.branching[:depth])
         if isinstance(tree, IidTree) and not tree.dedup and self.verifier in ("recursive", "kseq"):
-            return Paths(count=tree.num_paths, depth=depth, rule="kseq" if self.verifier == "kseq" else "recursive")
+            return SharedPaths(
+                count=tree.num_paths, depth=depth, rule="kseq" if self.verifier == "kseq" else "recursive"
+            )
         return None
 
     @property
@@ -130,9 +132,9 @@ class Method:
         return self.temperature == 0 and tree.structure in ("chain", "deterministic")
 
     @property
-    def held_against(self) -> Chain:
+    def held_against(self) -> FixedChain:
         """The chain that its steps are compared with, text by text."""
-        return Chain(rule="block", length=min(self.control, self.deepest), deepest=self.deepest)
+        return FixedChain(rule="block", length=min(self.control, self.deepest), deepest=self.deepest)
 
     @property
     def parts(self) -> dict[str, str]:
@@ -149,7 +151,7 @@ class Bench:
         drafter = ModelPath(path=str(setting.draft))
         self.first = load(setting.target, drafter=drafter, max_slots=max_slots, dtype=setting.dtype)
         self._engines: dict[tuple[str, ...], Engine] = {}
-        self._heard: tuple[tuple[str, float], list[Said]] | None = None
+        self._heard: tuple[tuple[str, float], list[RecordedText]] | None = None
 
     def engine(self, method: Method) -> Engine:
         """The engine of a method."""
@@ -191,9 +193,9 @@ class Bench:
             without=without,
         )
 
-    def jobs(self, questions: Sequence[Question]) -> list[Job]:
+    def jobs(self, questions: Sequence[Question]) -> list[PromptBatch]:
         """Every prompt by itself, with every seed."""
-        return [Job(questions=(q,), seed=seed) for seed in range(self.setting.seeds) for q in questions]
+        return [PromptBatch(questions=(q,), seed=seed) for seed in range(self.setting.seeds) for q in questions]
 
     def conditions(self, method: Method, max_new_tokens: int | None = None) -> Conditions:
         """How a method does its jobs."""
@@ -203,7 +205,7 @@ class Bench:
             ignore_eos=self.ignore_eos,
         )
 
-    def run(self, method: Method, job: Job, max_new_tokens: int | None = None) -> Row:
+    def run(self, method: Method, job: PromptBatch, max_new_tokens: int | None = None) -> Row:
         """One run, from a cold cache to the last token, as a line of `rows.jsonl`."""
         engine, conditions = self.engine(method), self.conditions(method, max_new_tokens)
         use_threads(method.threads or self.setting.threads)
@@ -213,17 +215,17 @@ class Bench:
         drafted = drafted_per_position(made.outputs) if method.tree == "chain" else []
         return {**found, "drafted_per_position": drafted}
 
-    def measure(self, folder: Folder, phase: str, methods: Sequence[Method], jobs: Sequence[Job]) -> list[Row]:
+    def measure(self, folder: Folder, phase: str, methods: Sequence[Method], jobs: Sequence[PromptBatch]) -> list[Row]:
         """All methods on all jobs, in turns; a row per run."""
         self.check(methods)
         todo = list(turns(methods, jobs, seed=phase))
-        short = Job(questions=tuple(replace(q, tokens=q.tokens[:8]) for q in jobs[0].questions))
+        short = PromptBatch(questions=tuple(replace(q, tokens=q.tokens[:8]) for q in jobs[0].questions))
         with task(f"{phase}: warm-up", len(methods)) as warm:
             for method in methods:
                 self.run(method, short, max_new_tokens=8)
                 warm.advance()
 
-        def run(turn: Turn[Method, Job]) -> Row:
+        def run(turn: Turn[Method, PromptBatch]) -> Row:
             return self.run(turn.way, turn.job)
 
         return folder.take(phase, todo, run)
@@ -232,7 +234,7 @@ class Bench:
         self,
         folder: Folder,
         methods: Sequence[Method],
-        jobs: Sequence[Job],
+        jobs: Sequence[PromptBatch],
         *,
         compared: Sequence[Method] = (),
         phase: str = "counted",
@@ -253,13 +255,13 @@ class Bench:
             # Somebody must say the texts; the longest chain says them in the fewest steps.
             own = [method for method in methods if method.temperature == temperature]
             run.append(max(own, key=lambda method: method.chain.length if method.chain else 0))
-        chains: dict[float, dict[str, Chain]] = {}
+        chains: dict[float, dict[str, FixedChain]] = {}
         for method in compared or methods:
             for chain in (method.chain, method.held_against):
                 if chain is not None:
                     chains.setdefault(method.temperature, {})[chain.name] = chain
 
-        def counted(turn: Turn[Method, Job]) -> Row:
+        def counted(turn: Turn[Method, PromptBatch]) -> Row:
             method, job, began = turn.way, turn.job, time.perf_counter()
             conditions, own = self.conditions(method), list(chains[method.temperature].values())
             if method.told is None:
@@ -274,18 +276,18 @@ class Bench:
         rows = folder.take(phase, todo, counted, as_is=self.setting.as_is)
         return whole_jobs(rows, len(run)) if self.setting.as_is else rows
 
-    def _texts(self, job: Job, conditions: Conditions) -> list[Said]:
+    def _texts(self, job: PromptBatch, conditions: Conditions) -> list[RecordedText]:
         """What the target says; kept for the methods that take the next turns on the job."""
         key = job.name, conditions.temperature
         if self._heard is None or self._heard[0] != key:
             self._heard = key, listen(self.first, job, conditions)
         return self._heard[1]
 
-    def batches(self, questions: Sequence[Question], size: int | None = None) -> list[Job]:
+    def batches(self, questions: Sequence[Question], size: int | None = None) -> list[PromptBatch]:
         """Prompts in batches as large as there are slots, with every seed."""
         count = size or self.max_slots
         return [
-            Job(questions=tuple(questions[first : first + count]), seed=seed)
+            PromptBatch(questions=tuple(questions[first : first + count]), seed=seed)
             for seed in range(self.setting.seeds)
             for first in range(0, len(questions), count)
         ]

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from outrider.bench.evidence import Row
     from outrider.bench.side_by_side.arrivals import Load
     from outrider.bench.side_by_side.configuration import Configuration
-    from outrider.bench.side_by_side.session import Measurement, Plan
+    from outrider.bench.side_by_side.session import BenchPlan, Measurement
 else:
-    Row = Load = Configuration = Measurement = Plan = object
+    Row = Load = Configuration = Measurement = BenchPlan = object
 
 NOT_MEASURED = ("json_schema", "regex", "grammar", "tools")
 """Options of requests that `bench` lacks: transformers and the other engines have no grammars, and texts no tools."""
@@ -165,11 +165,11 @@ def bench(
     return 1 if found.stopped else 0
 
 
-def plan_of(setup: Setup, request: RequestOptions, options: BenchOptions, configurations: Sequence[str]) -> "Plan":
+def plan_of(setup: Setup, request: RequestOptions, options: BenchOptions, configurations: Sequence[str]) -> "BenchPlan":
     """What is measured. Raises InputError for options that make no sense, before a model is loaded."""
     from outrider.bench.side_by_side.configuration import DEFAULT, grid, parse_configuration, read_configurations
     from outrider.bench.side_by_side.metrics import Objectives
-    from outrider.bench.side_by_side.session import Plan
+    from outrider.bench.side_by_side.session import BenchPlan
     from outrider.bench.workloads.formats import TraceUnits
     from outrider.core.types import Sampling
     from outrider.engine.generation import Generation
@@ -182,7 +182,7 @@ def plan_of(setup: Setup, request: RequestOptions, options: BenchOptions, config
     seed = request.seed or 0
     drawing = any(name in DRAWING and name != "seed" for name in request.given())
     generation = request.generation(Sampling())
-    return Plan(
+    return BenchPlan(
         setup=setup,
         configurations=tuple(wanted) or (DEFAULT,),
         generation=Generation(

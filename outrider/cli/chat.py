@@ -51,7 +51,7 @@ class Speaker(Protocol):
 
 
 @dataclass(kw_only=True)
-class Conversation:
+class ChatState:
     """The messages of a chat and its settings; changes in place.
 
     Attributes:
@@ -111,7 +111,7 @@ def talk(setup: Setup, request: RequestOptions, system: str | None) -> None:
 def converse(speaker: Speaker, request: RequestOptions, system: str | None) -> None:
     """Let a speaker answer each line of standard input."""
     opening = [] if system is None else [{"role": "system", "content": system}]
-    conversation = Conversation(speaker=speaker, opening=opening, request=request)
+    conversation = ChatState(speaker=speaker, opening=opening, request=request)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     while (line := _line(console)) not in (None, "/quit"):
         if line and re.match(r"/\w+( |$)", line):
@@ -159,7 +159,7 @@ def note_answer(tokens: int, steps: int, block_efficiency: float) -> None:
     Console(stderr=True, highlight=False, markup=False).print(line, style="dim")
 
 
-def _obey(conversation: Conversation, line: str, console: Console) -> None:
+def _obey(conversation: ChatState, line: str, console: Console) -> None:
     """Run a command, a line that begins with a slash."""
     name, _, rest = line.partition(" ")
     if name == "/help":
@@ -178,7 +178,7 @@ def _obey(conversation: Conversation, line: str, console: Console) -> None:
         raise unknown("command", name, [command.split()[0] for command in COMMANDS])
 
 
-def _say(conversation: Conversation, line: str, console: Console) -> None:
+def _say(conversation: ChatState, line: str, console: Console) -> None:
     """Send a message and print the answer. A message that cannot be sent is dropped; the earlier ones are kept."""
     before = list(conversation.messages)
     conversation.messages.append({"role": "user", "content": line})

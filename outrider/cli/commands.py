@@ -84,9 +84,9 @@ def generate(
     Without a prompt, standard input is read: a text, or JSON lines. At a terminal, a prompt that ships with Outrider is
     continued.
     """
-    from outrider.cli.generate import Task, run
+    from outrider.cli.generate import GenerateTask, run
 
-    task = Task(
+    task = GenerateTask(
         setup=setup,
         request=request,
         texts=tuple(prompt or ()),
@@ -324,12 +324,12 @@ def doctor(
     With a drafter, also compare the two and measure the speedup on this machine. Without a target, the pair that ships
     with Outrider is examined.
     """
-    from outrider.cli.doctor import Plan, doctor, examine_head
+    from outrider.cli.doctor import DoctorOptions, doctor, examine_head
 
     if head is not None:
         examine_head(setup, head, text=text, as_json=as_json)
         return
-    plan = Plan(
+    plan = DoctorOptions(
         gamma=num_speculative_tokens,
         temperature=temperature,
         num_tokens=num_tokens,

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from outrider import catalog
 from outrider.assembly import completed, tokenizer_of
-from outrider.bench.agreement import LEAST_TEXT, Agreement
+from outrider.bench.agreement import LEAST_TEXT, RowAgreement
 from outrider.bench.doctor import LENGTHS, Diagnosis, Side, Worth, compare_sides, measure
 from outrider.bench.examination import Judge, examine
 from outrider.cli.opened import check_numbers, opened
@@ -36,7 +36,7 @@ EXAMINED = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class DoctorOptions:
     """What to measure.
 
     Attributes:
@@ -69,7 +69,7 @@ class Plan:
                 raise InputError(f"{name} must be >= {least}, got {value}")
 
 
-def doctor(setup: Setup, plan: Plan, *, text: Path | None, as_json: bool) -> None:
+def doctor(setup: Setup, plan: DoctorOptions, *, text: Path | None, as_json: bool) -> None:
     """Examine a target and a drafter, measure them, and print the findings."""
     with progress.shown("examining"):
         found = _diagnosis(setup, plan, text)
@@ -79,7 +79,7 @@ def doctor(setup: Setup, plan: Plan, *, text: Path | None, as_json: bool) -> Non
         _print(found)
 
 
-def _diagnosis(setup: Setup, plan: Plan, text: Path | None) -> Diagnosis:
+def _diagnosis(setup: Setup, plan: DoctorOptions, text: Path | None) -> Diagnosis:
     """The findings."""
     as_dtype(setup.dtype)
     as_device(setup.device)
@@ -153,7 +153,7 @@ def _measured(
     engine: Engine,
     found: Diagnosis,
     given: Sequence[Prompt],
-    plan: Plan,
+    plan: DoctorOptions,
 ) -> Diagnosis:
     """The diagnosis with measurements."""
     if engine.tokenizer is None:
@@ -239,7 +239,7 @@ def _print(found: Diagnosis) -> None:
         _print_costs(console, found.worth_together)
 
 
-def _agreement(title: str, where: str, rows: Sequence[Agreement]) -> Table:
+def _agreement(title: str, where: str, rows: Sequence[RowAgreement]) -> Table:
     table = Table(title=title, title_justify="left", box=None)
     for column in (where, "pairs", "sum min(p, q)", "total variation", "same argmax"):
         table.add_column(column, justify="right")

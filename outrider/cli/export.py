@@ -86,13 +86,13 @@ def export(options: ExportOptions, as_json: bool) -> int:
     from outrider.cli.printed import print_json
     from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
     from outrider.handoff.export import export as written
-    from outrider.handoff.order import Order
+    from outrider.handoff.order import ExportRequest
 
     if options.target is None and options.drafter is None:
         target, drafter = str(EMBEDDED_TARGET), "model" if options.dry_run else str(EMBEDDED_DRAFT)
     else:
         target, drafter = options.target or str(EMBEDDED_TARGET), options.drafter or "suffix"
-    order = Order(
+    order = ExportRequest(
         to=options.to,
         target=target,
         drafter=drafter,

@@ -27,7 +27,7 @@ from outrider.cli.printed import (
     print_profile,
     why_few_drafts,
 )
-from outrider.cli.prompts import Entry, entries
+from outrider.cli.prompts import PromptEntry, entries
 from outrider.cli.request import RequestOptions
 from outrider.core import progress
 from outrider.core.destination import locked_file
@@ -43,7 +43,7 @@ from outrider.setup import Setup
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class GenerateTask:
     """What was asked for.
 
     Attributes:
@@ -98,7 +98,7 @@ class Task:
         """What is asked of each request."""
         return replace(self.request.generation(usual), logprobs=self.logprobs)
 
-    def wanted(self, prompts: Sequence[Entry]) -> list[Wanted]:
+    def wanted(self, prompts: Sequence[PromptEntry]) -> list[Wanted]:
         """The outputs to make."""
         settings = repr(sorted(self.request.given().items()))
         grammar = repr(self.request.constraint())
@@ -116,7 +116,7 @@ class Task:
 
 
 @dataclass(kw_only=True)
-class Run:
+class TaskResults:
     """The results of a task so far; changes in place.
 
     Attributes:
@@ -127,7 +127,7 @@ class Run:
         steps: Steps of each request, if they are reported.
     """
 
-    task: Task
+    task: GenerateTask
     engine: Engine | None = None
     outputs: list[Output] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -162,7 +162,7 @@ class Run:
             print_output(wanted.index, output)
 
 
-def run(task: Task) -> None:
+def run(task: GenerateTask) -> None:
     """Make the outputs, and print or write each as it ends."""
     prompts = entries(task.texts, task.file)
     check_count(task.n, len(prompts))
@@ -172,7 +172,7 @@ def run(task: Task) -> None:
 
 
 @contextmanager
-def held_outputs(task: Task, prompts: Sequence[Entry]) -> Iterator[list[Wanted]]:
+def held_outputs(task: GenerateTask, prompts: Sequence[PromptEntry]) -> Iterator[list[Wanted]]:
     """The outputs that are still to be made. The file of outputs, if there is one, is held meanwhile."""
     wanted = task.wanted(prompts)
     if task.output is None:
@@ -187,10 +187,10 @@ def held_outputs(task: Task, prompts: Sequence[Entry]) -> Iterator[list[Wanted]]
         yield [each for each in wanted if each.index not in held]
 
 
-def _make(task: Task, prompts: Sequence[Entry], wanted: Sequence[Wanted]) -> None:
+def _make(task: GenerateTask, prompts: Sequence[PromptEntry], wanted: Sequence[Wanted]) -> None:
     """Make the outputs that are wanted."""
     engine = opened(task.setup, divided=True)
-    made = Run(task=task, engine=engine)
+    made = TaskResults(task=task, engine=engine)
     if engine.tokenizer is None:
         raise InputError("there is no tokenizer beside the target, and a text needs one; name it with --tokenizer")
     note_room(engine, task.request.max_new_tokens)
@@ -210,7 +210,7 @@ def _make(task: Task, prompts: Sequence[Entry], wanted: Sequence[Wanted]) -> Non
     raise typer.Exit(made.status)
 
 
-def _stream(engine: Engine, entry: Entry, made: Run) -> None:
+def _stream(engine: Engine, entry: PromptEntry, made: TaskResults) -> None:
     """Print one output as it is generated. An interrupt ends it and still prints the measurements."""
     if entry.prompt is None:
         raise entry.error or InputError(f"{entry.place} is empty")
@@ -238,7 +238,7 @@ def _stream(engine: Engine, entry: Entry, made: Run) -> None:
     made.outputs.append(output)
 
 
-def _first(engine: Engine, made: Run) -> list[Update]:
+def _first(engine: Engine, made: TaskResults) -> list[Update]:
     """Read the prompt, and return the first updates."""
     updates: list[Update] = []
     with progress.shown(), progress.task("reading the prompt", engine.num_unread_tokens, "tokens") as reading:
@@ -248,7 +248,7 @@ def _first(engine: Engine, made: Run) -> list[Update]:
     return updates
 
 
-def _together(engine: Engine, prompts: Sequence[Entry], wanted: Sequence[Wanted], made: Run) -> None:
+def _together(engine: Engine, prompts: Sequence[PromptEntry], wanted: Sequence[Wanted], made: TaskResults) -> None:
     """Run all requests together, with a progress bar on standard error. One that fails does not stop the others."""
     task, running = made.task, dict[str, Wanted]()
     options = task.generation(engine.sampling)
@@ -278,7 +278,7 @@ def _together(engine: Engine, prompts: Sequence[Entry], wanted: Sequence[Wanted]
             raise typer.Exit(INTERRUPTED) from None
 
 
-def complain_of(made: Run) -> None:
+def complain_of(made: TaskResults) -> None:
     """Print the prompts that have no output. If all fail for one reason, raise that error."""
     errors = list(made.failed.values())
     if errors and not made.outputs and len({str(error) for error in errors}) == 1:
@@ -288,7 +288,7 @@ def complain_of(made: Run) -> None:
         complain(InputError(said if said.startswith(place) else f"{place}: {said}"))
 
 
-def _report(engine: Engine, prompts: Sequence[Prompt], made: Run) -> None:
+def _report(engine: Engine, prompts: Sequence[Prompt], made: TaskResults) -> None:
     """Print the measurements."""
     task = made.task
     report = None

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.assembly import completed, tokenizer_of
 from outrider.cli.failure import INTERRUPTED
-from outrider.cli.generate import Run, Task, complain_of, held_outputs
+from outrider.cli.generate import GenerateTask, TaskResults, complain_of, held_outputs
 from outrider.cli.outputs import Wanted
 from outrider.cli.printed import print_line, print_measures
-from outrider.cli.prompts import Entry, entries
+from outrider.cli.prompts import PromptEntry, entries
 from outrider.cli.request_body import body_of
 from outrider.core import progress
 from outrider.core.inputs import LARGEST, InputError
@@ -52,7 +52,7 @@ class Ask:
     tokenizer: PreTrainedTokenizerBase
     fields: Mapping[str, Any]
 
-    def body(self, entry: Entry, sample: int) -> dict[str, Any]:
+    def body(self, entry: PromptEntry, sample: int) -> dict[str, Any]:
         """The body for an output of a prompt. Raises InputError where there is no prompt."""
         if entry.prompt is None:
             raise entry.error or InputError(f"{entry.place} is empty")
@@ -63,14 +63,14 @@ class Ask:
             body["seed"] = ((int(body["seed"]) + sample) & LARGEST) & LARGEST_SEED
         return body
 
-    def output(self, entry: Entry, wanted: Wanted) -> Output:
+    def output(self, entry: PromptEntry, wanted: Wanted) -> Output:
         """An output, when it has ended."""
         body, began = self.body(entry, wanted.sample_index), time.monotonic()
         answer = self.remote.post("/v1/completions", body)
         return output_of(answer, answer["choices"][0], str(wanted.index), time.monotonic() - began)
 
 
-def run(task: Task, engine: EngineOptions) -> None:
+def run(task: GenerateTask, engine: EngineOptions) -> None:
     """Make the outputs of a task with vLLM, and print or write each as it ends."""
     for name, asked in (("--learn", task.learn.learn), ("--profile", task.profile), ("--compare", task.compare)):
         if asked:
@@ -82,7 +82,7 @@ def run(task: Task, engine: EngineOptions) -> None:
             _make(task, engine, prompts, wanted)
 
 
-def _make(task: Task, engine: EngineOptions, prompts: Sequence[Entry], wanted: Sequence[Wanted]) -> None:
+def _make(task: GenerateTask, engine: EngineOptions, prompts: Sequence[PromptEntry], wanted: Sequence[Wanted]) -> None:
     """Start vLLM, and let it make the outputs that are wanted."""
     tokenizer = tokenizer_of(completed(task.setup))
     if tokenizer is None:
@@ -94,7 +94,7 @@ def _make(task: Task, engine: EngineOptions, prompts: Sequence[Entry], wanted: S
     process = engine.process(task.setup, engine.vllm_python)
     try:
         check_request(fields, process.launch, process.python)
-        made = Run(task=task)
+        made = TaskResults(task=task)
         with process:
             card = process.remote.models()[0]
             ask = Ask(remote=process.remote, model=str(card["id"]), tokenizer=tokenizer, fields=fields)
@@ -110,7 +110,7 @@ def _make(task: Task, engine: EngineOptions, prompts: Sequence[Entry], wanted: S
     raise typer.Exit(made.status)
 
 
-def _stream(ask: Ask, entry: Entry, wanted: Wanted, made: Run) -> None:
+def _stream(ask: Ask, entry: PromptEntry, wanted: Wanted, made: TaskResults) -> None:
     """Print one output as it is generated."""
     body, began = ask.body(entry, 0), time.monotonic()
     if isinstance(entry.prompt, str):
@@ -134,7 +134,7 @@ def _stream(ask: Ask, entry: Entry, wanted: Wanted, made: Run) -> None:
     made.outputs.append(output_of(last, whole, str(wanted.index), time.monotonic() - began))
 
 
-def _together(ask: Ask, prompts: Sequence[Entry], wanted: Sequence[Wanted], made: Run) -> None:
+def _together(ask: Ask, prompts: Sequence[PromptEntry], wanted: Sequence[Wanted], made: TaskResults) -> None:
     """Ask for all outputs at once. One that fails does not stop the others."""
     pool = ThreadPoolExecutor(max_workers=min(AT_ONCE, len(wanted)))
     try:
@@ -188,7 +188,7 @@ def output_of(answer: Mapping[str, Any], choice: Mapping[str, Any], id: str, sec
     )
 
 
-def _report(process: VllmProcess, before: Acceptance | None, made: Run) -> None:
+def _report(process: VllmProcess, before: Acceptance | None, made: TaskResults) -> None:
     """Print the measurements, and what vLLM's own counters say."""
     if made.task.as_json or not made.outputs:
         return

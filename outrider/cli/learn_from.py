@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.core.inputs import InputError, text_of
-from outrider.training.loop.settings import Settings
+from outrider.training.loop.settings import TrainSettings
 from outrider.training.options import DataOptions, WatchOptions
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ LEAST = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnSettings(Settings):
+class LearnSettings(TrainSettings):
     """How a drafter is trained on. It begins from what it knows, so it takes fewer and smaller steps than a new one."""
 
     steps: int = 100
@@ -72,7 +72,7 @@ class LearnTask:
     target: str
     drafter: str
     out: Path
-    settings: Settings
+    settings: TrainSettings
     watch: WatchOptions
 
     @property
@@ -237,13 +237,13 @@ def _weights(task: LearnTask, name: str, exported: Path | None) -> Path:
         exported: Where a head goes as vLLM reads it; None for Outrider's own engine.
     """
     from outrider.handoff.export import export
-    from outrider.handoff.order import Order
+    from outrider.handoff.order import ExportRequest
     from outrider.serve.renewal import WEIGHTS
 
     place = task.out
     if exported is not None and name != "model":
         drafter = f"{name}:path={task.out}"
-        export(Order(to="vllm", target=task.target, drafter=drafter, out=exported, measure=False))
+        export(ExportRequest(to="vllm", target=task.target, drafter=drafter, out=exported, measure=False))
         place = exported
     if not (place / WEIGHTS).is_file():
         raise InputError(f"{place} has no single file {WEIGHTS}, and a server takes one; restart it with the folder")

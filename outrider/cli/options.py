@@ -27,7 +27,7 @@ from outrider.learning.options import HeadOptions
 from outrider.serve.limits import Limits
 from outrider.serve.vllm.options import EngineChoice, EngineOptions
 from outrider.setup import Setup, documentation
-from outrider.training.loop.settings import Settings
+from outrider.training.loop.settings import TrainSettings
 from outrider.training.options import DataOptions, WatchOptions
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
@@ -36,7 +36,7 @@ HEADINGS = {
     Setup: "Setup",
     RequestOptions: "Sampling",
     LearnOptions: "Learning",
-    Settings: "Training",
+    TrainSettings: "Training",
     LearnSettings: "Training",
     SourceOptions: "A server",
     DataOptions: "Texts",

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.lengths.costs import CostTable
     from outrider.plan.prediction import Planner
-    from outrider.plan.record import Record
-    from outrider.plan.ways import Way
+    from outrider.plan.record import RecordedRun
+    from outrider.plan.ways import DraftConfiguration
 else:
-    Drafter = Engine = CostTable = Planner = Record = Way = object
+    Drafter = Engine = CostTable = Planner = RecordedRun = DraftConfiguration = object
 
 MAX_NEW_TOKENS, PROMPTS, DEPTH = 64, 16, 8
 """Tokens of a recorded text, number of prompts, and deepest draft token, where nothing is named."""
@@ -85,7 +85,7 @@ def plan(
     from outrider.plan.roofline import device_of, estimated
     from outrider.plan.simulation import simulate
     from outrider.plan.verdict import Advice
-    from outrider.plan.ways import Way, ways_of
+    from outrider.plan.ways import DraftConfiguration, ways_of
 
     wanted = [int(each) for each in numbers("requests", options.requests, whole=True)]
     rates = [] if options.rate is None else numbers("rate", options.rate)
@@ -103,7 +103,7 @@ def plan(
         costs = {name: estimated(engine.parts, drafter, device) for name, drafter in parts.items()}
     record = recorded(engine, parts, request, options, [] if device else list(costs.values()))
     planner = Planner(record=record, costs=costs, context=options.context, estimated=device is not None)
-    ways = [Way()]
+    ways = [DraftConfiguration()]
     for name, drafter in parts.items():
         ways += ways_of(name, drafter, lengths=range(1, DEPTH + 1), reproducible=setup.reproducible)
     if device is None:
@@ -115,7 +115,7 @@ def plan(
             planner = with_trees(planner, engine, parts, grown, wanted)
     advice = Advice.of(planner, ways, wanted)
     best = advice.chosen(wanted[0]).way
-    compared = list(dict.fromkeys([Way(), best]))
+    compared = list(dict.fromkeys([DraftConfiguration(), best]))
     loads = {way: [simulate(planner, way, rate=rate, slots=engine.max_slots) for rate in rates] for way in compared}
     if options.apply is not None:
         replace(setup, **best.options()).save(options.apply)
@@ -137,7 +137,9 @@ def plan(
         print(flags or "(no flags: do not speculate)")
 
 
-def best_trees(planner: "Planner", drafters: "dict[str, Drafter]", requests: Sequence[int]) -> "list[Way]":
+def best_trees(
+    planner: "Planner", drafters: "dict[str, Drafter]", requests: Sequence[int]
+) -> "list[DraftConfiguration]":
     """For each drafter with rows, the best tree of its likeliest tokens for each number of requests."""
     from outrider.plan.ways import best_tree
 
@@ -165,7 +167,11 @@ def dearer_trees(planner: "Planner", drafter: str, requests: int) -> float:
 
 
 def with_trees(
-    planner: "Planner", engine: "Engine", drafters: "dict[str, Drafter]", ways: "Sequence[Way]", requests: Sequence[int]
+    planner: "Planner",
+    engine: "Engine",
+    drafters: "dict[str, Drafter]",
+    ways: "Sequence[DraftConfiguration]",
+    requests: Sequence[int],
 ) -> "Planner":
     """The planner with the times of those ways that are trees."""
     from outrider.plan.tree_times import time_trees
@@ -217,13 +223,13 @@ def recorded(
     request: RequestOptions,
     options: PlanOptions,
     costs: "Sequence[CostTable]",
-) -> "Record":
+) -> "RecordedRun":
     """The record in the file, if it is of the same models, prompts and settings; otherwise a new one."""
     from outrider.cli.prompts import read_file, read_prompts
     from outrider.embedded import ASSETS
     from outrider.host.remembered import machine
     from outrider.lm.fingerprint import fingerprint
-    from outrider.plan.record import Record, hash_of
+    from outrider.plan.record import RecordedRun, hash_of
     from outrider.plan.recording import record
 
     if options.prompt_file is None:
@@ -247,7 +253,7 @@ def recorded(
             "versions": machine(target.device)["versions"],
         }
         if options.record.exists():
-            kept = Record.read(options.record)
+            kept = RecordedRun.read(options.record)
             if other := [name for name, value in header.items() if kept.header.get(name) != value]:
                 raise InputError(
                     f"{options.record} is of other {', '.join(other)}; name another file, or delete it to record anew"

@@ -6,11 +6,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.plan.prediction import Prediction
-from outrider.plan.record import Record
+from outrider.plan.prediction import PlanPrediction
+from outrider.plan.record import RecordedRun
 from outrider.plan.simulation import Simulated
 from outrider.plan.verdict import Advice
-from outrider.plan.ways import Way
+from outrider.plan.ways import DraftConfiguration
 
 MAX_ROWS = 8
 """Ways that are printed for each number of requests."""
@@ -18,7 +18,7 @@ WIDTH = 120
 """Columns of a table at least, so that a file gets whole words."""
 
 
-def record_values(record: Record) -> dict[str, Any]:
+def record_values(record: RecordedRun) -> dict[str, Any]:
     """What a plan was made from, as values of JSON."""
     return {
         "texts": len(record.texts),
@@ -29,7 +29,7 @@ def record_values(record: Record) -> dict[str, Any]:
     }
 
 
-def print_advice(advice: Advice, record: Record) -> None:
+def print_advice(advice: Advice, record: RecordedRun) -> None:
     """Print the sentence, and a table for each number of requests."""
     console = _console()
     console.print(advice.sentence())
@@ -57,7 +57,7 @@ def print_advice(advice: Advice, record: Record) -> None:
         console.print(note)
 
 
-def print_loads(loads: Mapping[Way, Sequence[Simulated]]) -> None:
+def print_loads(loads: Mapping[DraftConfiguration, Sequence[Simulated]]) -> None:
     """Print what users see under each load."""
     columns = ("way", "requests/s", "tokens/s", "TTFT p50, p99 (ms)", "TPOT p50, p99 (ms)", "in a step", "keeps up")
     table = _table("simulated loads", columns)
@@ -81,7 +81,7 @@ def _console() -> Console:
     return console
 
 
-def _shown(found: Sequence[Prediction]) -> list[Prediction]:
+def _shown(found: Sequence[PlanPrediction]) -> list[PlanPrediction]:
     """The best ways, plain decoding, and the best way of every drafter."""
     best = {each.way.drafter: each for each in reversed(found)}
     kept = [*found[:MAX_ROWS], *best.values()]

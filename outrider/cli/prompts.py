@@ -26,7 +26,7 @@ OPTIONS |= {"max_tokens", "n", "response_format", "tool_choice"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class PromptEntry:
     """A prompt, or the error in its place.
 
     Attributes:
@@ -40,14 +40,14 @@ class Entry:
     error: InputError | None = None
 
 
-def entries(texts: Sequence[str], file: Path | None) -> list[Entry]:
+def entries(texts: Sequence[str], file: Path | None) -> list[PromptEntry]:
     """The prompts: from options, else from a file, else from standard input. At a terminal, where nothing was named, it
     is one that ships with Outrider.
     """
     if texts and file is not None:
         raise InputError("--prompt and --prompt-file were given together; give one of them")
     if texts:
-        return [Entry(place=f"prompt {number}", prompt=text) for number, text in enumerate(texts, 1)]
+        return [PromptEntry(place=f"prompt {number}", prompt=text) for number, text in enumerate(texts, 1)]
     if file == STANDARD_INPUT or (file is None and (sys.stdin is None or not sys.stdin.isatty())):
         text = piped()
         if not text:
@@ -96,7 +96,7 @@ def read_file(file: Path) -> list[Prompt]:
     return [_prompt_of(entry) for entry in entries((), file)]
 
 
-def _named(found: list[Entry], place: str) -> list[Entry]:
+def _named(found: list[PromptEntry], place: str) -> list[PromptEntry]:
     """The entries of a file, once it was said on standard error what the conversations in it were taken for."""
     counts = Counter(each.shape for each in found if each.shape is not None)
     if any(shape.meaning for shape in counts) and is_first():
@@ -111,20 +111,20 @@ def read_prompts(text: str) -> list[Prompt]:
     return [_prompt_of(entry) for entry in _lines(text)]
 
 
-def _prompt_of(entry: Entry) -> Prompt:
+def _prompt_of(entry: PromptEntry) -> Prompt:
     if entry.prompt is None:
         raise entry.error or InputError(f"{entry.place} is empty")
     return entry.prompt
 
 
-def _text(text: str, place: str) -> Entry:
+def _text(text: str, place: str) -> PromptEntry:
     """A text as a prompt, without the line end behind it."""
-    return Entry(place=place, prompt=text.removesuffix("\n").removesuffix("\r"))
+    return PromptEntry(place=place, prompt=text.removesuffix("\n").removesuffix("\r"))
 
 
-def _lines(text: str) -> list[Entry]:
+def _lines(text: str) -> list[PromptEntry]:
     """The entries of JSON lines."""
-    found: list[Entry] = []
+    found: list[PromptEntry] = []
     # Not by splitlines, which also parts lines at characters that may stand in JSON strings.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
@@ -132,13 +132,13 @@ def _lines(text: str) -> list[Entry]:
             try:
                 found.append(_entry(line, place))
             except InputError as error:
-                found.append(Entry(place=place, error=error))
+                found.append(PromptEntry(place=place, error=error))
     if not found:
         raise InputError("the prompt file is empty; give JSON lines with `prompt` or `turns`")
     return found
 
 
-def _entry(line: str, place: str) -> Entry:
+def _entry(line: str, place: str) -> PromptEntry:
     """One line of JSON lines."""
     entry = parse_json(line, place)
     given = {key: entry[key] for key in KEYS if entry.get(key) is not None} if isinstance(entry, dict) else {}
@@ -154,9 +154,9 @@ def _entry(line: str, place: str) -> Entry:
     if conversation is None:
         if arguments:
             raise InputError(f"{place} holds {min(arguments)!r}, which belongs to messages, beside a prompt")
-        return Entry(place=place, prompt=str(given["prompt"]))
+        return PromptEntry(place=place, prompt=str(given["prompt"]))
     messages = list(conversation.messages)
-    return Entry(
+    return PromptEntry(
         place=place,
         prompt={"messages": messages, **arguments} if arguments else messages,
         shape=conversation.shape,

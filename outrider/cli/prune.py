@@ -23,9 +23,9 @@ from outrider.surgery import experts, reshape
 from outrider.surgery import plan as planning
 from outrider.surgery.checkpoint import write
 from outrider.surgery.family import same_size
-from outrider.surgery.shape import Shape, num_parameters, shape_of, smaller_shape
-from outrider.training.data.records import Reader
-from outrider.training.data.sources import Part, records
+from outrider.surgery.shape import ModelShape, num_parameters, shape_of, smaller_shape
+from outrider.training.data.records import RecordReader
+from outrider.training.data.sources import DatasetPart, records
 from outrider.training.options import DataOptions
 
 SHARE = 5
@@ -86,7 +86,7 @@ def prune_shape(
     if layers is width is heads is feed_forward is None:
         raise InputError("nothing is to be cut; give --layers, --width, --heads or --feed-forward")
 
-    def smaller(config: PreTrainedConfig) -> Shape:
+    def smaller(config: PreTrainedConfig) -> ModelShape:
         return smaller_shape(shape_of(config), layers=layers, width=width, heads=heads, feed_forward=feed_forward)
 
     model, tokenizer, texts = _opened(job, lambda config: reshape.check_shape(config, smaller(config)))
@@ -167,8 +167,8 @@ def read_texts(data: DataOptions, tokenizer: PreTrainedTokenizerBase, num_tokens
     Raises:
         InputError: The data cannot be read, or there is no text at all.
     """
-    part = Part(split=data.split, config=data.subset, columns=data.columns)
-    reader = Reader(tokenizer=tokenizer, prompts=True, vocab_size=max(tokenizer.get_vocab().values()) + 1)
+    part = DatasetPart(split=data.split, config=data.subset, columns=data.columns)
+    reader = RecordReader(tokenizer=tokenizer, prompts=True, vocab_size=max(tokenizer.get_vocab().values()) + 1)
     documents = (doc for each in data.data for record in records(each, part) for doc in reader.documents(record))
     texts: list[list[int]] = []
     left = num_tokens

@@ -15,11 +15,11 @@ from outrider.setup import Setup
 if TYPE_CHECKING:
     from outrider.drafters.protocol import Drafter
     from outrider.engine.engine import Engine
-    from outrider.serve.learner import Learner
+    from outrider.serve.learner import OnlineLearner
     from outrider.serve.renewal import Renewal
-    from outrider.serve.settings import Settings
+    from outrider.serve.settings import HttpSettings
 else:
-    Drafter = Engine = Learner = Renewal = Settings = object
+    Drafter = Engine = OnlineLearner = Renewal = HttpSettings = object
 
 API_KEY = "OUTRIDER_API_KEY"
 """The variable of the environment that may hold a key."""
@@ -92,11 +92,11 @@ class ServeOptions:
         given = os.environ.get(API_KEY)
         return (*self.api_key, *((given,) if given else ()))
 
-    def settings(self, setup: Setup) -> "Settings":
+    def settings(self, setup: Setup) -> "HttpSettings":
         """The options of the HTTP layer."""
-        from outrider.serve.settings import Settings
+        from outrider.serve.settings import HttpSettings
 
-        return Settings(
+        return HttpSettings(
             keys=self.keys(),
             admin_key=self.admin_key,
             guard_all=self.guard_all,
@@ -258,14 +258,14 @@ def renewal_of(setup: Setup, options: ServeOptions, engine: Engine, own: str) ->
     return Renewal(specs=specs, load=load)
 
 
-def learner_of(learn: LearnOptions, engine: Engine) -> "Learner | None":
+def learner_of(learn: LearnOptions, engine: Engine) -> "OnlineLearner | None":
     """Lets the engine's draft model learn from requests; None if it shall not."""
     learning = learn.begin(engine, serves=True)
     if learning is None:
         return None
-    from outrider.serve.learner import Learner
+    from outrider.serve.learner import OnlineLearner
 
-    return Learner(engine, learning)
+    return OnlineLearner(engine, learning)
 
 
 def use_chat_template(engine: Engine, file: Path) -> None:

@@ -23,7 +23,7 @@ def serve_vllm(setup: Setup, options: ServeOptions, limits: Limits, learn: Learn
     """Serve until a signal comes, or vLLM ends. Returns the exit status."""
     check_extra()
     from outrider.serve.server import Endings, bound_socket, is_loopback, run, url_of
-    from outrider.serve.settings import Settings
+    from outrider.serve.settings import HttpSettings
     from outrider.serve.vllm.passing import PassingService, make_passing_app
 
     defaults = {field.name: field.default for field in fields(options)}
@@ -44,7 +44,7 @@ def serve_vllm(setup: Setup, options: ServeOptions, limits: Limits, learn: Learn
         flags += ["--chat-template", str(options.chat_template.absolute())]
     if options.trust_request_chat_template:
         flags.append("--trust-request-chat-template")
-    settings = Settings(
+    settings = HttpSettings(
         keys=options.keys(),
         admin_key=options.admin_key,
         guard_all=options.guard_all,

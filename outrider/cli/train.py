@@ -24,7 +24,7 @@ from outrider.core import files, progress
 from outrider.core.destination import locked_file
 from outrider.core.inputs import InputError, needs
 from outrider.setup import Setup
-from outrider.training.loop.settings import Settings
+from outrider.training.loop.settings import TrainSettings
 from outrider.training.options import NOT_OF_PROMPTS, DataOptions, DistillOptions, SteerOptions, WatchOptions
 
 OF_ANSWERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -89,7 +89,7 @@ class HeadCommand(Command):
             spec = catalog.rows("drafter")[str(self.name)].kind
 
         def command(
-            settings: Settings,
+            settings: TrainSettings,
             texts: DataOptions,
             watch: WatchOptions,
             options: spec.options,
@@ -153,7 +153,7 @@ def data(
 @train.command(help=help_in(DistillOptions.__doc__))
 @with_options(without=("regenerate", *NOT_OF_DRAFT_MODELS))
 def distill(
-    settings: Settings,
+    settings: TrainSettings,
     texts: DataOptions,
     watch: WatchOptions,
     options: DistillOptions,
@@ -176,7 +176,7 @@ def distill(
 @train.command(help=help_in(SteerOptions.__doc__))
 @with_options(without=NOT_OF_DRAFT_MODELS)
 def steer(
-    settings: Settings,
+    settings: TrainSettings,
     texts: DataOptions,
     watch: WatchOptions,
     options: SteerOptions,
@@ -204,10 +204,10 @@ def _answer(task: AnswerTask) -> None:
     with _training():
         from outrider.training.data.records import read_documents
         from outrider.training.data.regenerate import AnswerOptions, regenerate
-        from outrider.training.data.sources import Part
+        from outrider.training.data.sources import DatasetPart
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    part = Part(split=task.data.split, config=task.data.subset, columns=task.data.columns)
+    part = DatasetPart(split=task.data.split, config=task.data.subset, columns=task.data.columns)
     engine = opened(task.setup)
     generation = AnswerOptions(
         sampling=task.request.sampling(engine.sampling),

@@ -21,7 +21,7 @@ ONE_OF_SEVERAL = re.compile(r"-\d+-of-(\d+)\.gguf$")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class CheckpointPlace:
     """A checkpoint, as transformers takes it.
 
     Attributes:
@@ -40,7 +40,7 @@ class Place:
         return None if self.gguf is None else Path(self.folder, self.gguf)
 
 
-def place_of(name: str, what: str = "model", revision: str | None = None) -> Place:
+def place_of(name: str, what: str = "model", revision: str | None = None) -> CheckpointPlace:
     """Where the checkpoint of a name is. A GGUF file on the hub is fetched first.
 
     Args:
@@ -62,10 +62,10 @@ def place_of(name: str, what: str = "model", revision: str | None = None) -> Pla
     if name.endswith(GGUF) and not looks_local(repository):
         return _of_file(name, _fetched(repository, file, what, revision), what)
     check_place(name, what, revision)
-    return Place(name=name, folder=name)
+    return CheckpointPlace(name=name, folder=name)
 
 
-def on_disk(place: Place, revision: str | None = None) -> Path:
+def on_disk(place: CheckpointPlace, revision: str | None = None) -> Path:
     """The GGUF file or the directory of a checkpoint that was opened. That of a hub id lies in the hub's cache.
 
     Args:
@@ -118,7 +118,7 @@ def looks_local(path: str) -> bool:
     return not path or begins or path.endswith("/") or path.count("/") > 1 or len(path) > LONGEST_ID
 
 
-def _of_file(name: str, file: Path, what: str) -> Place:
+def _of_file(name: str, file: Path, what: str) -> CheckpointPlace:
     """The place of a file, if it holds a whole model."""
     if not is_gguf(file):
         raise InputError(
@@ -129,19 +129,21 @@ def _of_file(name: str, file: Path, what: str) -> Place:
             f"{name} is one of {int(part[1])} parts of a model, and transformers reads whole files; join them with "
             "`llama-gguf-split --merge`"
         )
-    return Place(name=name, folder=str(file.parent), gguf=file.name)
+    return CheckpointPlace(name=name, folder=str(file.parent), gguf=file.name)
 
 
-def _of_directory(name: str, what: str) -> Place:
+def _of_directory(name: str, what: str) -> CheckpointPlace:
     """The place of a directory: its GGUF file where it holds nothing else that a model or a tokenizer could be."""
     own = any(os.path.isfile(os.path.join(name, config)) for config in CONFIGS)
     if own or (what == "tokenizer" and any(Path(name).glob("*token*"))):
-        return Place(name=name, folder=name)
+        return CheckpointPlace(name=name, folder=name)
     files = sorted(file.name for file in Path(name).glob(f"*{GGUF}"))
     if len(files) > 1:
         raise InputError(f"{name} holds {len(files)} GGUF files: {', '.join(files)}; name one, as {name}/{files[0]}")
     return (
-        _of_file(os.path.join(name, files[0]), Path(name, files[0]), what) if files else Place(name=name, folder=name)
+        _of_file(os.path.join(name, files[0]), Path(name, files[0]), what)
+        if files
+        else CheckpointPlace(name=name, folder=name)
     )
 
 

@@ -17,7 +17,7 @@ BEAT = 0.25
 """Seconds between two looks at the clock."""
 
 
-class Task:
+class ProgressTask:
     """Something that takes a while; changes in place.
 
     Attributes:
@@ -43,7 +43,7 @@ class Task:
         """How far it is.
 
         Example:
-            >>> reading = Task("reading the prompt", 20_000, "tokens")
+            >>> reading = ProgressTask("reading the prompt", 20_000, "tokens")
             >>> reading.advance(4096)
             >>> reading.line()
             'reading the prompt, 4,096 of 20,000 tokens'
@@ -69,12 +69,12 @@ class Display:
     def __init__(
         self, *, terminal: bool, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.tasks: list[Task] = []
+        self.tasks: list[ProgressTask] = []
         self._terminal, self._say, self._clock = terminal, say, clock
         self._said_at = clock()
-        self._said: Task | None = None
+        self._said: ProgressTask | None = None
         self._bars: Any = None
-        self._ids: dict[Task, Any] = {}
+        self._ids: dict[ProgressTask, Any] = {}
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -90,12 +90,12 @@ class Display:
         with self._lock:
             self._erase()
 
-    def add(self, task: Task) -> None:
+    def add(self, task: ProgressTask) -> None:
         """Show a task."""
         with self._lock:
             self.tasks.append(task)
 
-    def remove(self, task: Task) -> None:
+    def remove(self, task: ProgressTask) -> None:
         """Show a task no longer."""
         with self._lock:
             self.tasks.remove(task)
@@ -171,7 +171,7 @@ def shown(what: str | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def task(what: str, total: int | None = None, unit: str = "") -> Iterator[Task]:
+def task(what: str, total: int | None = None, unit: str = "") -> Iterator[ProgressTask]:
     """Something that takes a while; it is shown where a command shows such things (`shown`).
 
     Args:
@@ -185,7 +185,7 @@ def task(what: str, total: int | None = None, unit: str = "") -> Iterator[Task]:
         >>> reading.done
         2
     """
-    made, display = Task(what, total, unit), _display
+    made, display = ProgressTask(what, total, unit), _display
     if display is not None:
         display.add(made)
     try:

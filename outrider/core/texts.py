@@ -28,7 +28,7 @@ class TextTable:
     counts: Int[Tensor, "requests vocab"] | None
 
 
-class Text:
+class CommittedText:
     """What a request's settings read of its committed tokens, on a device; changes in place.
 
     Each step takes in the new tokens alone. Penalties read a row of a table that all requests of a batch share; while
@@ -39,7 +39,7 @@ class Text:
         num_prompt: How many of them are the prompt.
 
     Example:
-        >>> text = Text(tokens=[7, 5, 7], num_prompt=1)
+        >>> text = CommittedText(tokens=[7, 5, 7], num_prompt=1)
         >>> table = texts_table([text], torch.device("cpu"), vocab_size=8, counted=True)
         >>> table.ids[0, :2].tolist(), table.counts.tolist()
         ([7, 5], [[0, 0, 0, 0, 0, 1, 0, 1]])
@@ -53,9 +53,9 @@ class Text:
         self._row = 0
         self._whole: Int[Tensor, " room"] | None = None
 
-    def followed_by(self, tokens: Sequence[int]) -> "Text":
+    def followed_by(self, tokens: Sequence[int]) -> "CommittedText":
         """A text of its own with more tokens."""
-        other = Text(tokens=tokens, num_prompt=self.num_prompt)
+        other = CommittedText(tokens=tokens, num_prompt=self.num_prompt)
         if self._table is not None:
             row, counts = slice(self._row, self._row + 1), self._table.counts
             other._table = TextTable(
@@ -80,17 +80,17 @@ class Text:
         return self._whole[:count]
 
 
-def text_of(state: Running) -> Text:
+def text_of(state: Running) -> CommittedText:
     """The text of a running request, which it keeps from step to step."""
     if state.text is None:
-        state.text = Text(tokens=state.tokens, num_prompt=len(state.request.prompt))
+        state.text = CommittedText(tokens=state.tokens, num_prompt=len(state.request.prompt))
     text = state.text
-    if not isinstance(text, Text):
+    if not isinstance(text, CommittedText):
         raise TypeError(f"a request's text must be a Text, got {type(text).__name__}")
     return text
 
 
-def texts_table(texts: Sequence[Text], device: torch.device, vocab_size: int, counted: bool) -> TextTable:
+def texts_table(texts: Sequence[CommittedText], device: torch.device, vocab_size: int, counted: bool) -> TextTable:
     """The table of some texts, with all their tokens taken in; nothing is copied from the device.
 
     Args:
@@ -111,7 +111,7 @@ def texts_table(texts: Sequence[Text], device: torch.device, vocab_size: int, co
     return table
 
 
-def _shared(texts: Sequence[Text], device: torch.device, counted: bool) -> bool:
+def _shared(texts: Sequence[CommittedText], device: torch.device, counted: bool) -> bool:
     """Whether the texts are the rows of one table that will do, in order."""
     table = texts[0]._table
     return (
@@ -123,12 +123,14 @@ def _shared(texts: Sequence[Text], device: torch.device, counted: bool) -> bool:
     )
 
 
-def _outdated(text: Text, device: torch.device, counted: bool) -> bool:
+def _outdated(text: CommittedText, device: torch.device, counted: bool) -> bool:
     table = text._table
     return table is not None and (table.ids.device != device or (counted and table.counts is None))
 
 
-def _assembled(texts: Sequence[Text], device: torch.device, vocab_size: int, counted: bool, most: int) -> TextTable:
+def _assembled(
+    texts: Sequence[CommittedText], device: torch.device, vocab_size: int, counted: bool, most: int
+) -> TextTable:
     """A table of the rows that the texts have, and of empty ones for new texts."""
     room = ROOM
     while room < most:
@@ -151,7 +153,7 @@ def _assembled(texts: Sequence[Text], device: torch.device, vocab_size: int, cou
     return table
 
 
-def _take_in(table: TextTable, texts: Sequence[Text], new: Sequence[Sequence[int]]) -> None:
+def _take_in(table: TextTable, texts: Sequence[CommittedText], new: Sequence[Sequence[int]]) -> None:
     """Write the new distinct tokens of each text into its row, and count the new tokens of its output."""
     room, places, tokens, said = table.ids.shape[1], list[int](), list[int](), list[int]()
     for row, (text, own) in enumerate(zip(texts, new, strict=True)):
@@ -188,7 +190,7 @@ class Before:
         lengths: How many tokens each path has.
     """
 
-    texts: Sequence[Text]
+    texts: Sequence[CommittedText]
     owners: Int[np.ndarray, " n"]
     tokens: Int[Tensor, " nodes"]
     paths: Int[np.ndarray, "n depth"]
@@ -200,7 +202,7 @@ class Before:
         count = len(outputs)
         return cls(
             texts=[
-                Text(tokens=[*prompt, *output], num_prompt=len(prompt))
+                CommittedText(tokens=[*prompt, *output], num_prompt=len(prompt))
                 for prompt, output in zip(prompts, outputs, strict=True)
             ],
             owners=np.arange(count),

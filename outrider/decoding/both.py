@@ -9,13 +9,13 @@ from typing import TypeVar
 import torch
 
 from outrider.core.types import Timing
-from outrider.decoding.clock import Clock, clock_on
+from outrider.decoding.clock import StepClock, clock_on
 
 Drafted = TypeVar("Drafted")
 Read = TypeVar("Read")
 
 
-def in_turn(draft: Callable[[], Drafted], read: Callable[[], Read], clock: Clock) -> tuple[Drafted, Read]:
+def in_turn(draft: Callable[[], Drafted], read: Callable[[], Read], clock: StepClock) -> tuple[Drafted, Read]:
     """Run drafting and verifying in turn; `Timing.overlap` says how much two devices would have saved."""
     drafted = draft()
     clock.lap("drafter")
@@ -28,7 +28,7 @@ def at_once(
     worker: ThreadPoolExecutor,
     draft: Callable[[], Drafted],
     read: Callable[[], Read],
-    clock: Clock,
+    clock: StepClock,
     device: torch.device,
 ) -> tuple[Drafted, Read]:
     """Run drafting and verifying at once: drafting in the worker's thread and, on a GPU, in its own stream.

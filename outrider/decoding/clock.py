@@ -20,19 +20,19 @@ Change = Callable[[Timing], None]
 
 
 @runtime_checkable
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A place in a device's queue of work, such as a `torch.cuda.Event`."""
 
     def synchronize(self) -> None:
         """Wait until the device has come here."""
         ...
 
-    def elapsed_time(self, end_event: "Event") -> float:
+    def elapsed_time(self, end_event: "DeviceEvent") -> float:
         """Milliseconds from here to a later event."""
         ...
 
 
-class Clock:
+class StepClock:
     """Fills a Timing lap by lap, by the host's clock.
 
     Attributes:
@@ -62,14 +62,14 @@ class Clock:
         change(self.timing)
 
 
-class EventClock(Clock):
+class EventClock(StepClock):
     """The same by events in a device's queue.
 
     Args:
         record: Puts an event behind all work that the device has been told to do.
     """
 
-    def __init__(self, record: Callable[[], Event], now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, record: Callable[[], DeviceEvent], now: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(now)
         self.timing: LateTiming = LateTiming()
         self._record, self._event = record, record()
@@ -106,19 +106,19 @@ class LateTiming(Timing):
 _PARTS = frozenset(field.name for field in fields(Timing))
 
 
-def clock_on(device: torch.device, now: Callable[[], float] = time.perf_counter) -> Clock:
+def clock_on(device: torch.device, now: Callable[[], float] = time.perf_counter) -> StepClock:
     """The clock for work on a device: by events on a GPU, otherwise by the host's clock."""
     if device.type != "cuda" or not torch.cuda.is_initialized():
-        return Clock(now)
+        return StepClock(now)
     return EventClock(partial(_recorded, device), now)
 
 
-def _recorded(device: torch.device) -> Event:
+def _recorded(device: torch.device) -> DeviceEvent:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
-    return cast(Event, event)
+    return cast(DeviceEvent, event)
 
 
-def _add_between(part: str, began: Event, ended: Event, timing: Timing) -> None:
+def _add_between(part: str, began: DeviceEvent, ended: DeviceEvent, timing: Timing) -> None:
     ended.synchronize()
     setattr(timing, part, getattr(timing, part) + began.elapsed_time(ended) / 1000)

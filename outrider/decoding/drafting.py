@@ -12,7 +12,7 @@ from outrider.core.dice import Dice
 from outrider.core.types import Draft, Running
 from outrider.decoding.protocol import Parts
 from outrider.drafters.protocol import Drafter, Observed
-from outrider.lengths.experience import Choice
+from outrider.lengths.experience import LengthChoice
 from outrider.lengths.protocol import LoadPolicy
 from outrider.lm.slots.batch import upload
 from outrider.trees.grow import grow
@@ -84,7 +84,7 @@ def commit(states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         drafter.commit([states[i] for i in places], [paths[i] for i in places])
 
 
-def bounded(parts: Parts, states: Sequence[Running], rooms: Sequence[int]) -> tuple[Sequence[int], Choice | None]:
+def bounded(parts: Parts, states: Sequence[Running], rooms: Sequence[int]) -> tuple[Sequence[int], LengthChoice | None]:
     """Rooms within the lengths that the length policy chooses for all requests together, and this choice; None for a
     policy that chooses none.
     """

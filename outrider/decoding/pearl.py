@@ -29,10 +29,10 @@ from outrider.core.texts import text_of
 from outrider.core.types import Ahead, Draft, InputError, Request, Running, Sampling, Step, Timing
 from outrider.decoding import drafting
 from outrider.decoding.both import at_once, in_turn
-from outrider.decoding.clock import Clock, clock_on
+from outrider.decoding.clock import StepClock, clock_on
 from outrider.decoding.progress import begin, cut, end, prefill, tokens_left
 from outrider.decoding.protocol import Cycle, Keep, Parts, Watch
-from outrider.decoding.reading import LogProbs, Reading, masks_of, no_distribution
+from outrider.decoding.reading import LogProbs, TargetReading, masks_of, no_distribution
 from outrider.decoding.step import advance, step_dice
 from outrider.drafters.protocol import Observed
 from outrider.lengths.fixed import FixedLength
@@ -246,18 +246,18 @@ def _draft(parts: Parts, shadows: Sequence[Running], dice: Dice) -> list[Ahead]:
 class _Side:
     """The target's results at the anchors and at the tokens ahead, except the last token ahead of each request."""
 
-    reading: Reading
+    reading: TargetReading
     rows: Float[Tensor, "read vocab"]
 
 
 @torch.inference_mode()
 def _read(
-    parts: Parts, states: Sequence[Running], chains: Draft, masks: Int[Tensor, "read words"] | None, clock: Clock
+    parts: Parts, states: Sequence[Running], chains: Draft, masks: Int[Tensor, "read words"] | None, clock: StepClock
 ) -> _Side:
     """The target's rows after the anchors and the tokens ahead, except after the last one: its next token is drafted
     later.
     """
-    reading = Reading.of(parts.target, chains, states)
+    reading = TargetReading.of(parts.target, chains, states)
     clock.lap("target")
     rows = reading.rows(states, masks)
     clock.lap("rows")
@@ -382,12 +382,12 @@ def _check(judged: Draft, rows: Float[Tensor, "nodes vocab"], states: Sequence[R
 
 def _made(
     state: Running,
-    reading: Reading,
+    reading: TargetReading,
     request: int,
     outcome: _Outcome,
     accepted: int,
     said: LogProbs,
-    clock: Clock,
+    clock: StepClock,
     num_requests: int,
 ) -> Step:
     """The `Step` of one request."""

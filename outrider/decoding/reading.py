@@ -34,7 +34,7 @@ class Survivor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class TargetReading:
     """A draft, and the target's results from one forward over it.
 
     The forward also runs committed tokens before a root that were not in the target's cache yet.
@@ -50,7 +50,7 @@ class Reading:
     extension: Extension
 
     @classmethod
-    def of(cls, target: LM, draft: Draft, states: Sequence[Running], taps: Sequence[int] = ()) -> "Reading":
+    def of(cls, target: LM, draft: Draft, states: Sequence[Running], taps: Sequence[int] = ()) -> "TargetReading":
         """Run the target on a draft, and on committed tokens before a root that its cache lacks."""
         behind = [state.tokens[target.length(state.slot) : -1] for state in states]
         segments = [_segment(draft, i, state.slot, behind[i]) for i, state in enumerate(states)]

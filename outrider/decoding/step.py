@@ -13,10 +13,10 @@ from outrider.core.coupled_dice import CoupledDice
 from outrider.core.dice import Dice, PhiloxDice
 from outrider.core.types import Draft, Running, Step, Verdict
 from outrider.decoding import drafting
-from outrider.decoding.clock import Clock, clock_on
+from outrider.decoding.clock import StepClock, clock_on
 from outrider.decoding.progress import cut, tokens_left
 from outrider.decoding.protocol import Cycle, Keep, Parts, Watch
-from outrider.decoding.reading import LogProbs, Reading, masks_of
+from outrider.decoding.reading import LogProbs, TargetReading, masks_of
 from outrider.verifiers.protocol import Carrying, Deciding, Decision, Verifier, plain
 
 
@@ -51,7 +51,7 @@ class StepDecoding:
         rooms, choice = drafting.bounded(parts, states, rooms)
         draft = drafting.draft(parts, states, rooms, dice, parts.target.device)
         clock.lap("drafter")
-        reading = Reading.of(parts.target, draft, states, drafting.taps(states))
+        reading = TargetReading.of(parts.target, draft, states, drafting.taps(states))
         clock.lap("target")
         masks = masks_of(draft, states, parts.target.vocab_size)
         if watch is None and needs_no_rows(parts.verifier, draft, states):
@@ -160,14 +160,14 @@ def advance(parts: Parts, state: Running, made: Step) -> None:
 
 def _made(
     state: Running,
-    reading: Reading,
+    reading: TargetReading,
     request: int,
     room: int,
     accepted: list[int],
     tokens: list[int],
     path: list[int],
     said: LogProbs,
-    clock: Clock,
+    clock: StepClock,
     num_requests: int,
 ) -> Step:
     """The `Step` of one request.

@@ -8,7 +8,7 @@ import numpy as np
 
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.exports import Exports
-from outrider.drafters.prediction import Prediction, counts, note_accepted
+from outrider.drafters.prediction import PredictedText, counts, note_accepted
 from outrider.drafters.token_only import USUAL_HITS, TokenOnly
 
 
@@ -26,7 +26,7 @@ class NgramState:
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     indexed: int = 0
     start: int = -1
-    prediction: Prediction | None = None
+    prediction: PredictedText | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class NgramDrafter(TokenOnly):
             )
 
     def open(self, request: Request) -> NgramState:
-        return NgramState(prediction=Prediction.of(request))
+        return NgramState(prediction=PredictedText.of(request))
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         return Guess(tokens=np.array([self._begin(s.tokens, _own(s)) for s in states]))

@@ -10,7 +10,7 @@ MATCH = 2
 
 
 @dataclass(kw_only=True)
-class Prediction:
+class PredictedText:
     """The predicted text of one request; changes in place.
 
     Drafts copy the prediction from its beginning, as long as the output agrees with it. After a difference they go on
@@ -27,7 +27,7 @@ class Prediction:
         accepted: Those of them that were accepted.
 
     Example:
-        >>> prediction = Prediction(tokens=(5, 6, 7, 8, 9), first=1, seen=1)
+        >>> prediction = PredictedText(tokens=(5, 6, 7, 8, 9), first=1, seen=1)
         >>> prediction.begin([3]), prediction.begin([3, 5, 4]), prediction.begin([3, 5, 4, 7, 8])
         (5, -1, 9)
     """
@@ -43,7 +43,7 @@ class Prediction:
     _ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, request: Request) -> "Prediction | None":
+    def of(cls, request: Request) -> "PredictedText | None":
         """The prediction of a request; None if it has none."""
         start = len(request.prompt)
         return cls(tokens=request.prediction, first=start, seen=start) if request.prediction else None
@@ -90,13 +90,13 @@ class Prediction:
         return next((at for at in places if at > self.furthest), places[0] if places else -1)
 
 
-def note_accepted(predictions: Sequence[Prediction | None], paths: Sequence[Sequence[int]]) -> None:
+def note_accepted(predictions: Sequence[PredictedText | None], paths: Sequence[Sequence[int]]) -> None:
     """Let the predictions of some requests learn the accepted paths of their drafts."""
     for prediction, path in zip(predictions, paths, strict=True):
         if prediction is not None:
             prediction.commit(len(path))
 
 
-def counts(prediction: Prediction | None) -> tuple[int, int]:
+def counts(prediction: PredictedText | None) -> tuple[int, int]:
     """Draft tokens copied from a prediction: how many were accepted, and how many were not."""
     return (0, 0) if prediction is None else (prediction.accepted, prediction.copied - prediction.accepted)

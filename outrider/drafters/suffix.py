@@ -11,7 +11,7 @@ import numpy as np
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.automaton import SEPARATOR, SuffixAutomaton
 from outrider.drafters.exports import Exports
-from outrider.drafters.prediction import Prediction, counts, note_accepted
+from outrider.drafters.prediction import PredictedText, counts, note_accepted
 from outrider.drafters.token_only import USUAL_HITS, TokenOnly
 from outrider.lm.target_info import TargetInfo
 
@@ -48,7 +48,7 @@ class SuffixState:
     own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     shared: SuffixMatch | None = None
     drafting: dict[int, list[SuffixMatch]] = field(default_factory=dict)
-    prediction: Prediction | None = None
+    prediction: PredictedText | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class SuffixDrafter(TokenOnly):
 
     def open(self, request: Request) -> SuffixState:
         shared = None if self._shared is None else SuffixMatch(automaton=self._shared)
-        return SuffixState(shared=shared, prediction=Prediction.of(request))
+        return SuffixState(shared=shared, prediction=PredictedText.of(request))
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         tokens = []

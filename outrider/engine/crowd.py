@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from outrider.core.types import Step
-from outrider.host.cores import Shares, Usage, shares
+from outrider.host.cores import CoreUsage, Shares, shares
 
 SLOWER = 5.0
 """How many times slower than before steps must be."""
@@ -98,10 +98,10 @@ class Crowd:
     told: ClassVar[bool] = False
     """Whether a warning was given in this process."""
 
-    def __init__(self, look: Callable[[], Usage] = Usage.now) -> None:
+    def __init__(self, look: Callable[[], CoreUsage] = CoreUsage.now) -> None:
         self._look = look
         self._pace = Pace()
-        self._before: Usage | None = None
+        self._before: CoreUsage | None = None
         self._watched = 0.0
         self._first = True
 

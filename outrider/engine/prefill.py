@@ -11,7 +11,7 @@ from outrider.lm.slots.budget import prefill_size
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
+class PrefillChunk:
     """A part of a prompt to prefill.
 
     Attributes:
@@ -25,7 +25,7 @@ class Chunk:
     end: int
     last: bool
 
-    def like(self, longest: "Chunk") -> bool:
+    def like(self, longest: "PrefillChunk") -> bool:
         """Whether a forward over both chunks needs little padding, in new tokens and in context."""
         if self.seat.state.drafter is not longest.seat.state.drafter:
             return False
@@ -34,7 +34,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PrefillPlan:
     """What to do about new prompts in one step.
 
     Attributes:
@@ -43,11 +43,11 @@ class Plan:
             the rest of the prompt.
     """
 
-    prefill: list[list[Chunk]]
+    prefill: list[list[PrefillChunk]]
     first: list[list[Seat]]
 
 
-def plan(parts: Parts, seats: Sequence[Seat], most: int | None) -> Plan:
+def plan(parts: Parts, seats: Sequence[Seat], most: int | None) -> PrefillPlan:
     """Choose the chunks of new prompts to prefill, first come first served, at most `most` tokens in all; None: as many
     as is usual on the target's device.
 
@@ -57,17 +57,17 @@ def plan(parts: Parts, seats: Sequence[Seat], most: int | None) -> Plan:
     """
     new = [seat for seat in seats if seat.running is not None and not seat.ready]
     if not new:
-        return Plan(prefill=[], first=[])
+        return PrefillPlan(prefill=[], first=[])
     decoding = any(seat.ready for seat in seats)
     left = prefill_size(parts.target.device, decoding=decoding) if most is None else most
-    chunks: list[Chunk] = []
+    chunks: list[PrefillChunk] = []
     for seat in new:
         behind = len(pending_tokens(parts, seat.state))
         count = min(behind, left)
         left -= count
         seat.ready = behind == 0
         end = parts.target.length(seat.state.slot) + count
-        chunks.append(Chunk(seat=seat, count=count, end=end, last=count == behind))
+        chunks.append(PrefillChunk(seat=seat, count=count, end=end, last=count == behind))
     chunks = [chunk for chunk in chunks if chunk.count]
     plain = [chunk for chunk in chunks if chunk.last and _begins_plainly(chunk.seat) and not _scores(chunk.seat)]
     groups, first = alike([chunk for chunk in chunks if chunk not in plain]), alike(plain)
@@ -76,13 +76,13 @@ def plan(parts: Parts, seats: Sequence[Seat], most: int | None) -> Plan:
     if together and all(chunk.last for chunk in chunks) and _prefills_in_step(parts, first):
         for chunk in chunks:
             chunk.seat.ready = True
-        return Plan(prefill=[], first=[])
-    return Plan(prefill=groups, first=[[chunk.seat for chunk in group] for group in first])
+        return PrefillPlan(prefill=[], first=[])
+    return PrefillPlan(prefill=groups, first=[[chunk.seat for chunk in group] for group in first])
 
 
-def alike(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+def alike(chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
     """Group chunks that can share a forward without much padding. A chunk of a suspect stays alone."""
-    groups: list[list[Chunk]] = []
+    groups: list[list[PrefillChunk]] = []
     drafters = {id(drafter): i for i, drafter in enumerate(chunk.seat.state.drafter for chunk in chunks)}
     for chunk in sorted(chunks, key=lambda c: (c.seat.suspect, drafters[id(c.seat.state.drafter)], -c.count)):
         if groups and not chunk.seat.suspect and chunk.like(groups[-1][0]):

@@ -12,7 +12,7 @@ from outrider.decoding.protocol import Parts, Watch
 from outrider.drafters.protocol import Drafter
 from outrider.engine.admission import Admission, Route
 from outrider.engine.output import FinishReason, Output, Update
-from outrider.engine.prefill import Chunk, plan
+from outrider.engine.prefill import PrefillChunk, plan
 from outrider.engine.prefixes import Prefixes
 from outrider.engine.seats import Seat, ending_of
 from outrider.engine.waiting import Waiting
@@ -131,7 +131,7 @@ class Schedule:
         for seats in planned.first:
             self._decode(seats, dice, watch)
 
-    def _prefill(self, chunks: Sequence[Chunk]) -> None:
+    def _prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Prefill chunks in one forward."""
         seats = [chunk.seat for chunk in chunks]
         marks = [mark(seat.state) for seat in seats]

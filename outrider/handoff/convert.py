@@ -7,10 +7,10 @@ from outrider.core.inputs import InputError
 from outrider.core.place import place_of
 from outrider.handoff.engines.llama import SIZES
 from outrider.handoff.handed import Handed
-from outrider.handoff.order import Order, is_local
+from outrider.handoff.order import ExportRequest, is_local
 
 
-def convert(order: Order, handed: Handed, script: Path, python: Path) -> None:
+def convert(order: ExportRequest, handed: Handed, script: Path, python: Path) -> None:
     """Convert the target and the drafter, beside the drafter.
 
     Args:

@@ -16,7 +16,7 @@ from outrider.handoff.engines import KNOWN
 from outrider.handoff.handed import Handed
 from outrider.handoff.lengths import PlanFile
 from outrider.handoff.losses import predicted
-from outrider.handoff.order import Order, is_local
+from outrider.handoff.order import ExportRequest, is_local
 from outrider.handoff.smoke import CHECK, EXPECTED, engine_of, expected, scripts
 from outrider.handoff.source import DEPTH, Source, open_source
 from outrider.heads.head import Head
@@ -45,7 +45,7 @@ class Exported:
         expected: The content of `expected.json`.
     """
 
-    order: Order
+    order: ExportRequest
     handed: Handed
     command: Sequence[str]
     losses: Sequence[str]
@@ -68,7 +68,7 @@ class Exported:
         }
 
 
-def export(order: Order) -> Exported:
+def export(order: ExportRequest) -> Exported:
     """Write a drafter for another engine. The folder appears when it is complete.
 
     Raises:
@@ -90,7 +90,7 @@ def export(order: Order) -> Exported:
     return found
 
 
-def handed_over(order: Order, source: Source, plan: PlanFile | None) -> Handed:
+def handed_over(order: ExportRequest, source: Source, plan: PlanFile | None) -> Handed:
     """The drafter as the engine gets it. Raises InputError for a draft length that the head does not have."""
     most = order.num_speculative_tokens or source.most
     lengths = {} if plan is None else {b: min(n, most or n) for b, n in plan.lengths.items()}
@@ -131,7 +131,7 @@ def _is_fixed(head: Head | None) -> bool:
     return sights is not None and not (sights and all(sight.causal for sight in sights))
 
 
-def _filled(order: Order, source: Source, handed: Handed, plan: PlanFile | None, folder: Path) -> Exported:
+def _filled(order: ExportRequest, source: Source, handed: Handed, plan: PlanFile | None, folder: Path) -> Exported:
     """All files of the folder."""
     if source.exports.has_files:
         write_checkpoint(order, source, handed, folder)
@@ -161,7 +161,7 @@ def _filled(order: Order, source: Source, handed: Handed, plan: PlanFile | None,
     return found
 
 
-def write_checkpoint(order: Order, source: Source, handed: Handed, folder: Path) -> None:
+def write_checkpoint(order: ExportRequest, source: Source, handed: Handed, folder: Path) -> None:
     """Write the weights in the engine's layout: one file, and no path of this machine."""
     dtype, public = source.target.dtype, handed.target or Path(order.target).name
     if source.head is not None:

@@ -6,19 +6,19 @@ from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.handoff.engines import KNOWN
 from outrider.handoff.handed import Handed
-from outrider.handoff.order import Order
+from outrider.handoff.order import ExportRequest
 from outrider.handoff.smoke import prompts_of
 from outrider.plan.prediction import expected_steps
-from outrider.plan.record import Record
+from outrider.plan.record import RecordedRun
 from outrider.plan.recording import record
-from outrider.plan.ways import Way, ways_of
+from outrider.plan.ways import DraftConfiguration, ways_of
 
 DRAWN = Sampling(temperature=1.0, seed=0)
 """How texts are drawn. At temperature 0, verifiers that follow the likeliest token are all alike."""
 NAME = "drafter"
 
 
-def predicted(order: Order, handed: Handed, engine: Engine | None) -> Sequence[str]:
+def predicted(order: ExportRequest, handed: Handed, engine: Engine | None) -> Sequence[str]:
     """What is lost where a draft becomes a chain and the verifier the engine's, a sentence each.
 
     A few texts are drawn. The coverage theory says how many steps each way of decoding is expected to take for them.
@@ -63,7 +63,7 @@ def predicted(order: Order, handed: Handed, engine: Engine | None) -> Sequence[s
     return [f"{line}; {where}." for line in lines]
 
 
-def _rate(found: Record, way: Way) -> float:
+def _rate(found: RecordedRun, way: DraftConfiguration) -> float:
     """Tokens per step that a way is expected to make on all texts."""
     steps = expected_steps(found, way)
     return sum(each.tokens for each in steps) / sum(float(each.by_length.sum()) for each in steps)

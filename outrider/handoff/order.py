@@ -11,7 +11,7 @@ NEW_TOKENS, PROMPTS = 48, 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class ExportRequest:
     """What a user wants.
 
     Attributes:

@@ -14,7 +14,7 @@ from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.handoff.engines import KNOWN
 from outrider.handoff.handed import OWN, Handed
-from outrider.handoff.order import Order
+from outrider.handoff.order import ExportRequest
 from outrider.handoff.source import Source
 
 EXPECTED, CHECK, ENGINE = "expected.json", "check.py", "engine.py"
@@ -24,7 +24,7 @@ LENGTH = 12
 """Tokens of a prompt where there is no tokenizer to write one."""
 
 
-def engine_of(order: Order, source: Source, folder: Path, handed: Handed) -> Engine:
+def engine_of(order: ExportRequest, source: Source, folder: Path, handed: Handed) -> Engine:
     """An engine with the drafter that was written, as Outrider reads it."""
     drafter = handed.name if not handed.has_files else str(folder)
     return outrider.load(
@@ -39,7 +39,7 @@ def engine_of(order: Order, source: Source, folder: Path, handed: Handed) -> Eng
     )
 
 
-def prompts_of(order: Order, engine: Engine) -> list[list[int]]:
+def prompts_of(order: ExportRequest, engine: Engine) -> list[list[int]]:
     """Prompts for a target: those that ship with Outrider, or numbers where it has no tokenizer."""
     if engine.tokenizer is None:
         width = engine.parts.target.vocab_size
@@ -49,7 +49,7 @@ def prompts_of(order: Order, engine: Engine) -> list[list[int]]:
     return [list(each.tokens) for each in found]
 
 
-def expected(order: Order, handed: Handed, engine: Engine | None) -> dict[str, Any]:
+def expected(order: ExportRequest, handed: Handed, engine: Engine | None) -> dict[str, Any]:
     """The content of `expected.json`.
 
     Where the other engine's forward of a prompt says the first token, the steps are counted from the second token on.
@@ -95,7 +95,7 @@ def expected(order: Order, handed: Handed, engine: Engine | None) -> dict[str, A
     }
 
 
-def options_of(order: Order, handed: Handed) -> Mapping[str, Any]:
+def options_of(order: ExportRequest, handed: Handed) -> Mapping[str, Any]:
     """What the check tells the engine of the drafter."""
     if order.to == "vllm":
         return handed.speculative()

@@ -15,7 +15,7 @@ from outrider.core.place import place_of
 from outrider.drafters.exports import Exports
 from outrider.drafters.traits import Traits, exports_of
 from outrider.handoff.engines import KNOWN
-from outrider.handoff.order import Order
+from outrider.handoff.order import ExportRequest
 from outrider.heads.head import Head, TrainedHead
 from outrider.heads.objective import HeadContext
 from outrider.heads.spec import HeadSpec
@@ -118,7 +118,7 @@ def refused(name: str, exports: Exports, engine: str) -> InputError:
     )
 
 
-def open_source(order: Order) -> Source:
+def open_source(order: ExportRequest) -> Source:
     """The target and the drafter of an order.
 
     Raises:
@@ -185,7 +185,7 @@ def _fields_beside(drafter: Any, names: Collection[str]) -> tuple[str, ...]:
     return tuple(f.name for f in fields if f.name not in names and getattr(drafter, f.name) != f.default)
 
 
-def _target(order: Order) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+def _target(order: ExportRequest) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     trusted = order.trust_remote_code
     target = open_model(
         order.target, dtype=order.dtype, device=order.device, revision=order.revision, trust_remote_code=trusted
@@ -193,7 +193,7 @@ def _target(order: Order) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | No
     return target, open_tokenizer(order.target, revision=order.revision, trust_remote_code=trusted)
 
 
-def _draft(order: Order, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+def _draft(order: ExportRequest, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """A draft model. The layers of an adapter are merged into it."""
     draft = open_model(path, dtype=order.dtype, device="cpu", trust_remote_code=order.trust_remote_code)
     merge = getattr(draft, "merge_and_unload", None)
@@ -202,7 +202,7 @@ def _draft(order: Order, path: str) -> tuple[PreTrainedModel, PreTrainedTokenize
     return draft, open_tokenizer(path, trust_remote_code=order.trust_remote_code)
 
 
-def _untrained(order: Order) -> Source:
+def _untrained(order: ExportRequest) -> Source:
     """A new drafter of the kind that the order names, with weights drawn at random.
 
     Raises:

@@ -24,7 +24,7 @@ from outrider.drafters.protocol import Observed, Rows
 from outrider.heads.head import TrainedHead
 from outrider.heads.objective import HeadContext
 from outrider.heads.parts.backoff import FILE, BackoffModel, read_backoff, write_backoff
-from outrider.heads.parts.best_paths import Paths, best_paths
+from outrider.heads.parts.best_paths import BestPaths, best_paths
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.last_state import (
     HeadsState,
@@ -35,7 +35,7 @@ from outrider.heads.trunks.last_state import (
     StateHeadsOptions,
     randomise,
 )
-from outrider.learning.batch import Batch
+from outrider.learning.batch import TrainBatch
 from outrider.learning.options import loss, size
 from outrider.lm.hf.checkpoint import KIND, MOST_COUNT, TARGET, Checkpoint, TargetShape, local_file, made
 from outrider.lm.hf.checkpoint import size as size_in
@@ -325,7 +325,7 @@ class PathsState(HeadsState):
         prefixes: For the root and each expanded node, the draft tokens up to it.
     """
 
-    paths: Paths | None = None
+    paths: BestPaths | None = None
     prefixes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -447,7 +447,7 @@ class BlockwiseObjective(StateHeadsObjective):
         file = None if options.init_from is None else local_file(options.init_from, FILE)
         return None if file is None else read_backoff(file)
 
-    def counted(self, batch: Batch) -> Collection[int]:
+    def counted(self, batch: TrainBatch) -> Collection[int]:
         """All heads, or the step's own."""
         if not self.options.one_head or not self.training:
             return super().counted(batch)

@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 from outrider.core.inputs import InputError
 from outrider.drafters.exports import Exports
 from outrider.heads.dflash import DFlashHead
-from outrider.heads.dspark import DSparkDrafter, SequentialHead
+from outrider.heads.dspark import BlockCorrection, DSparkDrafter
 from outrider.heads.parts.block_formats import BlockConfig, Method
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.blocks import BlockLayer, BlockObjective, BlockOptions, LossOfRows, TrainedBlocks
-from outrider.learning.batch import Batch
+from outrider.learning.batch import TrainBatch
 from outrider.learning.options import loss, size
 from outrider.lm.head import KVCache
 from outrider.lm.hf.checkpoint import MOST_COUNT, factor, nested
@@ -256,7 +256,7 @@ class DFlash2Head(DFlashHead):
                 module.reset()
 
     @property
-    def sequential(self) -> SequentialHead:
+    def sequential(self) -> BlockCorrection:
         """What corrects the guesses: the head itself."""
         return self
 
@@ -271,7 +271,7 @@ class DFlash2Head(DFlashHead):
         tokens: Int[Tensor, " n"],
         hidden: Float[Tensor, "n hidden"] | None,
     ) -> tuple[Float[Tensor, "n width"], Float[Tensor, "n state"]]:
-        """As `SequentialHead` says."""
+        """As `BlockCorrection` says."""
         if hidden is None:
             raise ValueError("a DFlash 2 head reads the trunk's output features")
         read = self.candidate_selector.read(tokens, hidden)
@@ -307,7 +307,7 @@ class DFlash2Objective(BlockObjective):
     options: DFlash2Options
 
     def values(
-        self, batch: Batch, inner: Float[Tensor, "n inner"], labels: Int[Tensor, " n"], each: LossOfRows
+        self, batch: TrainBatch, inner: Float[Tensor, "n inner"], labels: Int[Tensor, " n"], each: LossOfRows
     ) -> Float[Tensor, " n"]:
         def selected(rows: slice, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, " rows"]:
             right = logits.float().log_softmax(-1).gather(-1, labels[rows, None])[:, 0]

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from outrider.drafters.exports import Exports
 from outrider.heads.dflash import DFlashHead
-from outrider.heads.dspark import DSparkDrafter, SequentialHead
+from outrider.heads.dspark import BlockCorrection, DSparkDrafter
 from outrider.heads.parts.block_formats import BlockConfig, Method
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.blocks import BlockObjective, BlockOptions, LossOfRows, TrainedBlocks
-from outrider.learning.batch import Batch
+from outrider.learning.batch import TrainBatch
 from outrider.learning.options import loss, size
 from outrider.lm.hf.checkpoint import nested
 from outrider.lm.hf.checkpoint import size as size_in
@@ -147,7 +147,7 @@ class DominoHead(DFlashHead):
         nn.init.zeros_(cast(nn.Linear, self.embed_proj[2]).weight)
 
     @property
-    def sequential(self) -> SequentialHead:
+    def sequential(self) -> BlockCorrection:
         """What corrects the guesses: the head itself."""
         return self
 
@@ -163,7 +163,7 @@ class DominoHead(DFlashHead):
         tokens: Int[Tensor, " n"],
         hidden: Float[Tensor, "n hidden"] | None,
     ) -> tuple[Float[Tensor, "n width"], Float[Tensor, "n state"]]:
-        """As `SequentialHead` says."""
+        """As `BlockCorrection` says."""
         if hidden is None:
             raise ValueError("a Domino head reads the trunk's output features")
         after = self._after(state, tokens)
@@ -212,7 +212,7 @@ class DominoObjective(BlockObjective):
     options: DominoOptions
 
     def values(
-        self, batch: Batch, inner: Float[Tensor, "n inner"], labels: Int[Tensor, " n"], each: LossOfRows
+        self, batch: TrainBatch, inner: Float[Tensor, "n inner"], labels: Int[Tensor, " n"], each: LossOfRows
     ) -> Float[Tensor, " n"]:
         share = max(0.0, 1 - batch.step / self.options.base_steps)
         base = self.of_rows(inner, self.head.base_logits, each) if share else 0.0

@@ -45,7 +45,7 @@ class DSparkOptions(BlockOptions):
 
 
 @runtime_checkable
-class SequentialHead(Protocol):
+class BlockCorrection(Protocol):
     """What corrects the trunk's guesses by the tokens that were drafted so far."""
 
     def start(self, count: int) -> Float[Tensor, "count state"]:
@@ -118,7 +118,7 @@ class MarkovHead(nn.Module):
         tokens: Int[Tensor, " n"],
         hidden: Float[Tensor, "n hidden"] | None,
     ) -> tuple[Float[Tensor, "n width"], Float[Tensor, "n rank"]]:
-        """As `SequentialHead` says."""
+        """As `BlockCorrection` says."""
         after, read = self.step(state, tokens, hidden)
         return base + self(read)[:, : base.shape[1]], after
 
@@ -226,7 +226,7 @@ class DSparkHead(DFlashHead):
             self.confidence_head = ConfidenceHead(config.layers.hidden_size, rank)
 
     @property
-    def sequential(self) -> SequentialHead:
+    def sequential(self) -> BlockCorrection:
         """What corrects the guesses."""
         return self.markov_head
 
@@ -300,7 +300,7 @@ class DSparkDrafter(BlockDrafter[SparkState]):
     rows: ClassVar[Rows] = "sampled"
     state: ClassVar[type[Any]] = SparkState
 
-    markov: SequentialHead | None = None
+    markov: BlockCorrection | None = None
     judge: ConfidenceHead | None = None
 
     @property
@@ -365,7 +365,7 @@ class DSparkDrafter(BlockDrafter[SparkState]):
         return replace(found, markov=markov, judge=judge)
 
     @property
-    def _head(self) -> SequentialHead:
+    def _head(self) -> BlockCorrection:
         return self.markov or cast(DSparkHead, cast(HeadLM, self.lm).running).sequential
 
     @property

@@ -15,7 +15,7 @@ from outrider.drafters.exports import Exports
 from outrider.drafters.token_map import check_listed, checked_ids, read_token_map
 from outrider.heads.doubt import Doubt
 from outrider.heads.head import TrainedHead
-from outrider.heads.objective import HeadContext, Places
+from outrider.heads.objective import HeadContext, LearntPositions
 from outrider.heads.parts.layer_config import (
     LEFT_OUT,
     described,
@@ -27,7 +27,7 @@ from outrider.heads.parts.layer_config import (
 from outrider.heads.parts.layers import DecoderLayer
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.features import FeatureDrafter, FeatureHead, FeatureObjective, FeatureOptions
-from outrider.learning.batch import Batch
+from outrider.learning.batch import TrainBatch
 from outrider.learning.options import loss, size
 from outrider.lm.head import KVCache
 from outrider.lm.hf.checkpoint import KIND, TARGET, Checkpoint, TargetShape, made, nested
@@ -300,7 +300,7 @@ class EagleObjective(FeatureObjective):
     detached = True
 
     def auxiliary_loss(
-        self, batch: Batch, hidden: Float[Tensor, "rows length hidden"], number: int, places: Places
+        self, batch: TrainBatch, hidden: Float[Tensor, "rows length hidden"], number: int, places: LearntPositions
     ) -> Float[Tensor, ""]:
         """The weighted sum of the mean distances of all features from the target's next ones."""
         wanted = self.last_states(batch)[places.rows, places.at + 1 + number].to(hidden.dtype)

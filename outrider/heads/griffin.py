@@ -20,7 +20,7 @@ from outrider.heads.eagle import EagleHead, EagleObjective, EagleOptions, Traine
 from outrider.heads.parts.layers import DecoderLayer, GatedMLP, norm_of
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.features import FeatureDrafter
-from outrider.learning.batch import Batch
+from outrider.learning.batch import TrainBatch
 from outrider.learning.divergences import Divergence, among_likeliest
 from outrider.learning.options import loss
 from outrider.lm.head import KVCache
@@ -168,7 +168,7 @@ class GriffinObjective(EagleObjective):
     @torch.no_grad()
     def kept(
         self,
-        batch: Batch,
+        batch: TrainBatch,
         hidden: Float[Tensor, "rows length hidden"],
         number: int,
         before: Bool[Tensor, "rows length"] | None,

@@ -18,11 +18,11 @@ from outrider.core.types import Frontier, Guess, InputError, Running
 from outrider.drafters.exports import Exports
 from outrider.heads.eagle import EagleHead, EagleObjective, EagleTrunkOptions, TrainedEagle
 from outrider.heads.head import TrainedHead
-from outrider.heads.objective import Places
+from outrider.heads.objective import LearntPositions
 from outrider.heads.parts.layers import DecoderLayer, GatedMLP
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.features import FeatureDrafter, FeatureState
-from outrider.learning.batch import Batch
+from outrider.learning.batch import TrainBatch
 from outrider.learning.options import loss, size
 from outrider.lm.head import KVCache
 from outrider.lm.hf.checkpoint import KIND, Checkpoint, TargetShape
@@ -286,7 +286,7 @@ class JakiroObjective(EagleObjective):
     head: JakiroHead
     options: JakiroOptions
 
-    def drafted(self, batch: Batch, count: int) -> Iterator[Float[Tensor, "rows length parts"]]:
+    def drafted(self, batch: TrainBatch, count: int) -> Iterator[Float[Tensor, "rows length parts"]]:
         """As `guesses`, but the last of several guesses is that of $h_2$."""
         head_output = None
         for head_output in self.guesses(batch, max(1, count - 1)):
@@ -295,10 +295,10 @@ class JakiroObjective(EagleObjective):
             yield self.head.further(head_output)
 
     def auxiliary_loss(
-        self, batch: Batch, hidden: Float[Tensor, "rows length parts"], number: int, places: Places
+        self, batch: TrainBatch, hidden: Float[Tensor, "rows length parts"], number: int, places: LearntPositions
     ) -> Float[Tensor, ""]:
         """The distances of $h_1$ from the next features, and all losses of $h_2$."""
-        further, behind = self.head.further(hidden), Places.of(batch, number + 1)
+        further, behind = self.head.further(hidden), LearntPositions.of(batch, number + 1)
         values, _ = self._values(batch, further, number + 1, behind)
         contrast = values + super().auxiliary_loss(batch, further, number + 1, behind)
         return super().auxiliary_loss(batch, hidden, number, places) + self.options.contrast * contrast

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from outrider.drafters.exports import Exports
 from outrider.heads.dflash import DFlashHead
-from outrider.heads.parts.block_formats import BlockConfig, Method, Sight
+from outrider.heads.parts.block_formats import AttentionSpan, BlockConfig, Method
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.blocks import BlockDrafter, BlockObjective, BlockOptions, TrainedBlocks
 from outrider.learning.options import loss, size
@@ -42,8 +42,8 @@ class JetSpecHead(DFlashHead):
     method: ClassVar[Method] = "jetspec"
 
     def __init__(self, config: BlockConfig, ends: EmbeddingAndHead, vocab_size: int) -> None:
-        sights = config.sights or (Sight(),) * config.layers.num_hidden_layers
-        causal = tuple(Sight(window=sight.window, causal=True) for sight in sights)
+        sights = config.sights or (AttentionSpan(),) * config.layers.num_hidden_layers
+        causal = tuple(AttentionSpan(window=sight.window, causal=True) for sight in sights)
         super().__init__(replace(config, sights=causal), ends, vocab_size)
 
 

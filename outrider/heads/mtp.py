@@ -123,7 +123,7 @@ class MtpDrafter(FeatureDrafter):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
+class ExpandedNode:
     """An expanded draft node: its parent's number, its depth and its token."""
 
     parent: int
@@ -144,7 +144,7 @@ class LayersState(FeatureState):
     """
 
     deeper: list[FeatureState]
-    nodes: dict[int, Node] = field(default_factory=dict)
+    nodes: dict[int, ExpandedNode] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)
 
     @property
@@ -215,7 +215,7 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         tokens = frontier.tokens.to(self.lm.device)
         for i, owner in enumerate(frontier.owners.tolist()):
-            node = Node(parent=int(frontier.parents[i]), depth=int(frontier.depths[i]), token=tokens[i])
+            node = ExpandedNode(parent=int(frontier.parents[i]), depth=int(frontier.depths[i]), token=tokens[i])
             self.own(states[owner]).nodes[int(frontier.nodes[i])] = node
         owners = np.unique(frontier.owners).tolist()
         wanted = [frontier.nodes[frontier.owners == owner].tolist() for owner in owners]

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core.types import InputError
-from outrider.learning.batch import Batch, Document, on_device
+from outrider.learning.batch import Document, TrainBatch, on_device
 from outrider.learning.divergences import CHUNK, HARD, Divergence, among_likeliest, chunked, cross_entropy, divergence
-from outrider.learning.learner import Judged, Learner, Loss
+from outrider.learning.learner import JudgedDrafts, Learner, Loss
 from outrider.learning.packing import check_apart
 from outrider.learning.target_rows import rows_at, states_along, with_rows
 from outrider.lm.hf.anatomy import Anatomy
@@ -129,10 +129,10 @@ class HeadObjective(Learner):
         """Rows of logits that are learnt in a step, for a row of so many tokens."""
 
     @abstractmethod
-    def judged(self, batch: Batch, depth: int) -> Judged:
+    def judged(self, batch: TrainBatch, depth: int) -> JudgedDrafts:
         """Drafts along the texts of a batch, as `outrider.learning.learner.Judging` says."""
 
-    def with_states(self, batch: Batch) -> Batch:
+    def with_states(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the tapped states and the target's last one: captured ones, or those of a forward now."""
         wanted = set(self.captured_taps)
         if wanted <= batch.hidden.keys():
@@ -176,7 +176,7 @@ class GuessObjective(HeadObjective):
         """How many tokens behind the anchor are learnt."""
 
     @abstractmethod
-    def guesses(self, batch: Batch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
+    def guesses(self, batch: TrainBatch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
         """What the output layer reads for guess 0, 1, ..., `count - 1` at every place.
 
         Args:
@@ -190,23 +190,23 @@ class GuessObjective(HeadObjective):
     def guess_rows(self, length: int) -> int:
         return length * self.num_guesses
 
-    def counted(self, batch: Batch) -> Collection[int]:
+    def counted(self, batch: TrainBatch) -> Collection[int]:
         """The guesses that the loss of a step counts; by default all."""
         return range(self.num_guesses)
 
-    def places(self, batch: Batch, number: int) -> "Places":
+    def places(self, batch: TrainBatch, number: int) -> "LearntPositions":
         """The places at which the loss of a step counts a guess; by default all whose guessed token is learnt."""
-        return Places.of(batch, number)
+        return LearntPositions.of(batch, number)
 
     def auxiliary_loss(
-        self, batch: Batch, hidden: Float[Tensor, "rows length hidden"], number: int, places: "Places"
+        self, batch: TrainBatch, hidden: Float[Tensor, "rows length hidden"], number: int, places: "LearntPositions"
     ) -> Float[Tensor, ""] | None:
         """A loss beside the divergence, as a sum over the places; None: there is none."""
         return None
 
     def kept(
         self,
-        batch: Batch,
+        batch: TrainBatch,
         hidden: Float[Tensor, "rows length hidden"],
         number: int,
         before: Bool[Tensor, "rows length"] | None,
@@ -218,7 +218,7 @@ class GuessObjective(HeadObjective):
         """
         return before
 
-    def drafted(self, batch: Batch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
+    def drafted(self, batch: TrainBatch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
         """As `guesses`, for the guesses that drafts of `count` tokens really make."""
         return self.guesses(batch, count)
 
@@ -231,7 +231,7 @@ class GuessObjective(HeadObjective):
             counts += np.maximum(length - np.maximum(document.start, 2 + depths), 0)
         return torch.from_numpy(counts).double()
 
-    def forward(self, batch: Batch) -> Loss:
+    def forward(self, batch: TrainBatch) -> Loss:
         """The loss of all guesses."""
         batch = self.with_states(batch)
         total, weight, agreed, counted = [], [], [], self.counted(batch)
@@ -241,7 +241,7 @@ class GuessObjective(HeadObjective):
         for number, hidden in enumerate(self.guesses(batch, self.num_guesses)):
             if number not in counted:
                 continue
-            places = self.places(batch, number) if kept is None else Places.of(batch, number, kept)
+            places = self.places(batch, number) if kept is None else LearntPositions.of(batch, number, kept)
             share = self.options.decay**number * self._slot_weight(number)
             values, agrees = self._values(batch, hidden, number, places)
             auxiliary = self.auxiliary_loss(batch, hidden, number, places)
@@ -262,7 +262,7 @@ class GuessObjective(HeadObjective):
         return None
 
     @torch.no_grad()
-    def judged(self, batch: Batch, depth: int) -> Judged:
+    def judged(self, batch: TrainBatch, depth: int) -> JudgedDrafts:
         """Drafts along the texts of a batch, which begin behind every learnt token."""
         if self.most_guesses is not None and depth > self.most_guesses:
             raise InputError(f"this head drafts {self.most_guesses} tokens, so a depth of {depth} cannot be watched")
@@ -271,13 +271,13 @@ class GuessObjective(HeadObjective):
         begins = learnt[:, 1:].unfold(1, depth + 1, 1).all(-1) if learnt.shape[1] > depth + 1 else learnt[:, :0]
         ratios, agrees = [], []
         for number, hidden in enumerate(self.drafted(batch, depth)):
-            places = Places.of(batch, number)
+            places = LearntPositions.of(batch, number)
             whole, equal = learnt.new_zeros(learnt.shape, dtype=torch.float32), torch.zeros_like(learnt)
             compared = self._compared(batch, hidden, number, places)
             whole[places.rows, places.at], equal[places.rows, places.at] = compared
             ratios.append(whole[:, : begins.shape[1]][begins])
             agrees.append(equal[:, : begins.shape[1]][begins])
-        return Judged(
+        return JudgedDrafts(
             log_ratios=torch.stack(ratios, -1).double().cpu().numpy(), agrees=torch.stack(agrees, -1).cpu().numpy()
         )
 
@@ -287,13 +287,13 @@ class GuessObjective(HeadObjective):
         found: Tensor | None = getattr(self.head, "ids", None)
         return found
 
-    def last_states(self, batch: Batch) -> Float[Tensor, "rows length hidden"]:
+    def last_states(self, batch: TrainBatch) -> Float[Tensor, "rows length hidden"]:
         """The target's last hidden states, normed: what its output layer reads."""
         with torch.no_grad():
             return self.ends.norm(batch.hidden[self.shape.num_layers])
 
     def _values(
-        self, batch: Batch, hidden: Float[Tensor, "rows length hidden"], number: int, places: "Places"
+        self, batch: TrainBatch, hidden: Float[Tensor, "rows length hidden"], number: int, places: "LearntPositions"
     ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
         """The sum of the divergences of a guess, and how often its likeliest token is the text's."""
         labels, ids = places.labels, self._ids_on(hidden.device)
@@ -322,7 +322,7 @@ class GuessObjective(HeadObjective):
         return values.sum(), agreed.sum()
 
     def _compared(
-        self, batch: Batch, hidden: Float[Tensor, "rows length hidden"], number: int, places: "Places"
+        self, batch: TrainBatch, hidden: Float[Tensor, "rows length hidden"], number: int, places: "LearntPositions"
     ) -> tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]:
         """The log-ratio of each label's probabilities, and whether the likeliest tokens of both models agree."""
         labels, ids, target = places.labels, self._ids_on(hidden.device), self._target_logits(batch, number, places)
@@ -338,7 +338,7 @@ class GuessObjective(HeadObjective):
             agrees.append(log_q.argmax(-1) == log_p.argmax(-1))
         return torch.cat(ratios), torch.cat(agrees)
 
-    def _target_logits(self, batch: Batch, number: int, places: "Places") -> Callable[[slice], Tensor]:
+    def _target_logits(self, batch: TrainBatch, number: int, places: "LearntPositions") -> Callable[[slice], Tensor]:
         """The target's logits of the guessed tokens, for some of the places at a time."""
         if (known := batch.logits_of_target) is not None:
             return lambda rows: rows_at(known, places.rows[rows], places.at[rows] + 1 + number)
@@ -361,14 +361,14 @@ class GuessObjective(HeadObjective):
         return None if self.ids is None else self.ids.to(device)
 
 
-class Places:
+class LearntPositions:
     """The places of a batch at which a guess is learnt: `labels[i]` stands `2 + number` tokens behind `at[i]`."""
 
     def __init__(self, rows: Int[Tensor, " n"], at: Int[Tensor, " n"], labels: Int[Tensor, " n"]) -> None:
         self.rows, self.at, self.labels = rows, at, labels
 
     @classmethod
-    def of(cls, batch: Batch, number: int, kept: Bool[Tensor, "rows length"] | None = None) -> "Places":
+    def of(cls, batch: TrainBatch, number: int, kept: Bool[Tensor, "rows length"] | None = None) -> "LearntPositions":
         """The places of guess `number`.
 
         Args:
@@ -376,7 +376,7 @@ class Places:
 
         Example:
             >>> tokens = torch.tensor([[7, 8, 9, 5]])
-            >>> batch = Batch(
+            >>> batch = TrainBatch(
             ...     tokens=tokens, learnt=torch.tensor([[False, True, True, True]]), lengths=torch.tensor([4]), step=0,
             ...     rows=range(1),
             ... )
@@ -392,12 +392,14 @@ class Places:
         return cls.at_places(batch, number, rows, at)
 
     @classmethod
-    def at_places(cls, batch: Batch, number: int, rows: Int[Tensor, " n"], at: Int[Tensor, " n"]) -> "Places":
+    def at_places(
+        cls, batch: TrainBatch, number: int, rows: Int[Tensor, " n"], at: Int[Tensor, " n"]
+    ) -> "LearntPositions":
         """Some of these places."""
         return cls(rows, at, batch.tokens[rows, at + 2 + number])
 
 
-def learnt_places(batch: Batch, number: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+def learnt_places(batch: TrainBatch, number: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
     """Rows and places at which the token of guess `number` is learnt."""
     rows, at = batch.host.learnt[:, 2 + number :].nonzero()
     return rows, at

@@ -22,13 +22,13 @@ from outrider.drafters.exports import Exports
 from outrider.drafters.marginal import MarginalDrafter
 from outrider.heads.eagle3 import MASK, SPECULATORS, Eagle3Head, TrainedEagle3
 from outrider.heads.head import TrainedHead
-from outrider.heads.objective import HeadContext, Places, learnt_places
+from outrider.heads.objective import HeadContext, LearntPositions, learnt_places
 from outrider.heads.parts.layer_config import described, layer_config, usual_layer
 from outrider.heads.parts.layers import DecoderLayer
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.features import FeatureDrafter, FeatureHead, FeatureObjective, FeatureState
 from outrider.learning.attention import GroupKeys
-from outrider.learning.batch import PADDING, Batch, Document, on_device
+from outrider.learning.batch import PADDING, Document, TrainBatch, on_device
 from outrider.learning.options import HeadOptions, loss, size
 from outrider.lm.head import KVCache
 from outrider.lm.hf.checkpoint import KIND, MOST_COUNT, TARGET, Checkpoint, TargetShape, made, nested
@@ -382,7 +382,7 @@ class ParallelObjective(FeatureObjective):
         """One guess at the last place of the text, and one at each slot."""
         return self.num_guesses
 
-    def guesses(self, batch: Batch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
+    def guesses(self, batch: TrainBatch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
         """What the head returns at all places, then at slot 1, 2, ..., `count - 1` of each group; 0 without a group."""
         rows, length = batch.tokens.shape
         features = self.features(batch)
@@ -403,7 +403,7 @@ class ParallelObjective(FeatureObjective):
             whole = found.new_zeros(rows, length + 1, found.shape[-1])
             yield whole.scatter(1, at[..., None].expand_as(found), found)[:, :length]
 
-    def groups(self, batch: Batch) -> Groups:
+    def groups(self, batch: TrainBatch) -> Groups:
         """The groups of a step: some of the places whose next guess is learnt, or all places."""
         rows, length = batch.tokens.shape
         if self.options.num_groups is None or not self.training:
@@ -419,7 +419,7 @@ class ParallelObjective(FeatureObjective):
         found = torch.from_numpy(at)
         return Groups(at=found, real=found < length)
 
-    def places(self, batch: Batch, number: int) -> Places:
+    def places(self, batch: TrainBatch, number: int) -> LearntPositions:
         """All places for the first guess, and those of the groups for the others."""
         if not number:
             return super().places(batch, number)
@@ -429,7 +429,7 @@ class ParallelObjective(FeatureObjective):
         np.put_along_axis(grouped, groups, True, axis=1)
         kept = grouped[rows, at]
         device = batch.tokens.device
-        return Places.at_places(batch, number, on_device(rows[kept], device), on_device(at[kept], device))
+        return LearntPositions.at_places(batch, number, on_device(rows[kept], device), on_device(at[kept], device))
 
     def places_of(self, documents: Sequence[Document], max_length: int) -> Float[Tensor, " guesses"]:
         """As of every head; of the slots of groups that are drawn, as many as there are on average."""

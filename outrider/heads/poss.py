@@ -23,7 +23,7 @@ from outrider.heads.eagle import EagleHead, EagleObjective, EagleOptions, has_sp
 from outrider.heads.eagle3 import Eagle3Head, Eagle3Options, Eagle3SizeOptions, TrainedEagle3
 from outrider.heads.eagle3 import published as published_eagle3
 from outrider.heads.head import Head, TrainedHead
-from outrider.heads.objective import HeadContext, Places
+from outrider.heads.objective import HeadContext, LearntPositions
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.features import (
     FeatureDrafter,
@@ -37,7 +37,7 @@ from outrider.heads.trunks.features import (
     pending_of,
     read,
 )
-from outrider.learning.batch import Batch
+from outrider.learning.batch import TrainBatch
 from outrider.learning.options import loss, size
 from outrider.lm.head import HeadLM
 from outrider.lm.hf.checkpoint import KIND, MOST_COUNT, Checkpoint, load_into
@@ -379,7 +379,7 @@ class PossObjective(FeatureObjective):
         return isinstance(self.head, EagleHead)
 
     def auxiliary_loss(
-        self, batch: Batch, hidden: Float[Tensor, "rows length hidden"], number: int, places: Places
+        self, batch: TrainBatch, hidden: Float[Tensor, "rows length hidden"], number: int, places: LearntPositions
     ) -> Float[Tensor, ""] | None:
         """EAGLE's, of a head of EAGLE."""
         if not isinstance(self.head, EagleHead):

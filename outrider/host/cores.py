@@ -57,7 +57,7 @@ def _limit(group: Path) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Usage:
+class CoreUsage:
     """What the cores had done by a moment.
 
     Attributes:
@@ -73,7 +73,7 @@ class Usage:
     load: float | None = None
 
     @classmethod
-    def now(cls, root: Path = ROOT) -> "Usage":
+    def now(cls, root: Path = ROOT) -> "CoreUsage":
         """The usage up to now."""
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
         return cls(seconds=time.monotonic(), own=time.process_time(), busy=_busy(root), load=load)
@@ -92,7 +92,7 @@ class Shares:
     free: float
 
 
-def shares(before: Usage, after: Usage) -> Shares | None:
+def shares(before: CoreUsage, after: CoreUsage) -> Shares | None:
     """The cores' use between two moments; None if the system does not say what other processes used.
 
     Other processes used what all processes used, less this one's share. Without that number, the load average says how

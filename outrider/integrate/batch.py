@@ -30,7 +30,7 @@ _BY_ROW = (MaxTimeCriteria, StopStringCriteria)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class GenerateBatch:
     """The arguments of one `generate` call.
 
     Attributes:

@@ -10,7 +10,7 @@ from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from outrider.core.types import Step
-from outrider.integrate.batch import Batch
+from outrider.integrate.batch import GenerateBatch
 
 
 @dataclass(kw_only=True)
@@ -32,7 +32,7 @@ class Columns:
         scores: The processed scores of the settled columns, if wanted; 0 where a row is padded.
     """
 
-    batch: Batch
+    batch: GenerateBatch
     streamer: BaseStreamer | None
     tokens: list[list[int]] = field(init=False)
     logits: list[list[Float[Tensor, " vocab"]]] = field(init=False)

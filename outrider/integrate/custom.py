@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from outrider.assembly import OF_LOADING, tokenizer_of
 from outrider.core.types import InputError
-from outrider.integrate.batch import Batch
+from outrider.integrate.batch import GenerateBatch
 from outrider.integrate.draw import draw, result
 from outrider.integrate.kept import borrowed, evaluating
 from outrider.integrate.refusals import check, check_call, check_padding, check_processors, padding_of
@@ -57,7 +57,7 @@ class CustomGenerate:
         if self.stop_strings:
             wanted = self.stop_strings if isinstance(self.stop_strings, str) else list(self.stop_strings)
             criteria.append(StopStringCriteria(tokenizer=tokenizer_of(self.options), stop_strings=wanted))
-        batch = Batch(
+        batch = GenerateBatch(
             input_ids=input_ids,
             padding=padding_of(input_ids, model_kwargs.get("attention_mask")),
             processors=tuple(logits_processor),

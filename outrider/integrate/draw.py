@@ -10,11 +10,11 @@ from outrider.core.types import InputError
 from outrider.decoding.protocol import NoDistribution
 from outrider.engine.engine import Engine
 from outrider.engine.output import succeeded
-from outrider.integrate.batch import Batch
+from outrider.integrate.batch import GenerateBatch
 from outrider.integrate.columns import Columns
 
 
-def draw(engine: Engine, batch: Batch, streamer: BaseStreamer | None) -> Columns:
+def draw(engine: Engine, batch: GenerateBatch, streamer: BaseStreamer | None) -> Columns:
     """Run all rows to their ends. The engine keeps none of them, even after an error."""
     _check_room(engine, batch)
     columns = Columns(batch=batch, streamer=streamer)
@@ -42,7 +42,7 @@ def draw(engine: Engine, batch: Batch, streamer: BaseStreamer | None) -> Columns
     return columns
 
 
-def _check_room(engine: Engine, batch: Batch) -> None:
+def _check_room(engine: Engine, batch: GenerateBatch) -> None:
     most = batch.max_new_tokens
     longest, context = batch.input_ids.shape[1] - min(batch.padding), engine.parts.target.max_context
     if longest + most > context:
@@ -53,7 +53,7 @@ def _check_room(engine: Engine, batch: Batch) -> None:
         )
 
 
-def _seeds(batch: Batch) -> list[int]:
+def _seeds(batch: GenerateBatch) -> list[int]:
     """A seed per row, from torch's global generator. Greedy decoding draws none, as in `generate`."""
     count = len(batch.input_ids)
     return torch.randint(2**62, (count,)).tolist() if batch.config.do_sample else list(range(count))

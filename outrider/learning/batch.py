@@ -56,7 +56,7 @@ class HostRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class TrainBatch:
     """Rows of one optimizer step: the global batch, or a share of it. Rows are padded on the right.
 
     Attributes:
@@ -90,18 +90,18 @@ class Batch:
             tokens=self.tokens.cpu().numpy(), learnt=self.learnt.cpu().numpy(), lengths=self.lengths.cpu().numpy()
         )
 
-    def to(self, device: torch.device) -> "Batch":
+    def to(self, device: torch.device) -> "TrainBatch":
         """The batch on a device. From pinned memory a GPU copies it by itself."""
         if device == self.tokens.device:
             return self
         moved = self._each(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
         return replace(moved, known=self.host)
 
-    def pinned(self) -> "Batch":
+    def pinned(self) -> "TrainBatch":
         """The batch in memory of the host from which a GPU copies by itself."""
         return self._each(_pinned)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "TrainBatch":
         """The batch with every tensor changed."""
         top, logits = self.rows_of_target, self.logits_of_target
         if top is not None:

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Real
 from torch import Tensor, nn
 
 from outrider.core.inputs import InputError
-from outrider.learning.batch import Batch
+from outrider.learning.batch import TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Learner(nn.Module):
     """The hidden states of the target that spare it the target's forwards, if they come with its batches."""
 
     @abstractmethod
-    def forward(self, batch: Batch) -> Loss:
+    def forward(self, batch: TrainBatch) -> Loss:
         """The loss of rows. A random draw for a row is keyed by the seed, the step and the number of the row."""
 
     @abstractmethod
@@ -58,7 +58,7 @@ class Learner(nn.Module):
         """
         raise InputError("this drafter is trained on rows of one text each; leave out --pack")
 
-    def found(self, out: Path, batches: Iterable[Batch]) -> Mapping[str, str]:
+    def found(self, out: Path, batches: Iterable[TrainBatch]) -> Mapping[str, str]:
         """What is found out about the drafter after its training, in words for a person, by name; by default nothing.
 
         Args:
@@ -69,7 +69,7 @@ class Learner(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class JudgedDrafts:
     r"""Drafts along given texts. A row is a step of the decoding loop that begins at a place of a text.
 
     Attributes:
@@ -85,6 +85,6 @@ class Judged:
 class Judging(Protocol):
     """A learner whose drafts can be judged along texts."""
 
-    def judged(self, batch: Batch, depth: int) -> Judged:
+    def judged(self, batch: TrainBatch, depth: int) -> JudgedDrafts:
         """The drafts of this many tokens that begin at every place of the batch where so many tokens are learnt."""
         ...

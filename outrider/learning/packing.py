@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.core.inputs import InputError
-from outrider.learning.batch import PADDING, Batch, on_device
+from outrider.learning.batch import PADDING, TrainBatch, on_device
 
 _TRIED = (3, 2, 4)
 """Lengths of the texts on which a model is tried."""
@@ -75,7 +75,7 @@ class Packing:
 
 
 def along(
-    forward: Callable[[Int[Tensor, "rows length"], Int[Tensor, "rows length"]], Sequence[Tensor]], batch: Batch
+    forward: Callable[[Int[Tensor, "rows length"], Int[Tensor, "rows length"]], Sequence[Tensor]], batch: TrainBatch
 ) -> list[Float[Tensor, "rows length hidden"]]:
     """The states that a forward makes along packed texts, as rows of the batch. In the padding they mean nothing.
 

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outrider.learning.batch import Batch
+from outrider.learning.batch import TrainBatch
 from outrider.learning.divergences import worth_keeping
 from outrider.learning.packing import along
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
@@ -16,7 +16,7 @@ from outrider.lm.hf.taps import tapped
 
 
 def states_along(
-    below: PreTrainedModel, layers: nn.ModuleList | None, taps: Sequence[int], batch: Batch, *, packed: bool
+    below: PreTrainedModel, layers: nn.ModuleList | None, taps: Sequence[int], batch: TrainBatch, *, packed: bool
 ) -> dict[int, Float[Tensor, "rows length hidden"]]:
     """Hidden states of a model along the texts of a batch, by tap.
 
@@ -36,7 +36,7 @@ def states_along(
     return dict(zip(taps, found, strict=True))
 
 
-def with_rows(batch: Batch, ends: EmbeddingAndHead, last: int, width: int) -> Batch:
+def with_rows(batch: TrainBatch, ends: EmbeddingAndHead, last: int, width: int) -> TrainBatch:
     """The batch with the target's logits, if they are few; otherwise the batch as it is.
 
     Args:

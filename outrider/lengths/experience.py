@@ -48,7 +48,7 @@ class PolicyState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class LengthChoice:
     """The draft lengths of one step.
 
     Attributes:
@@ -129,7 +129,7 @@ class Experience:
         return other
 
     def note(
-        self, choice: Choice, requests: Sequence[Request], steps: Sequence[Step], seconds: float | None = None
+        self, choice: LengthChoice, requests: Sequence[Request], steps: Sequence[Step], seconds: float | None = None
     ) -> None:
         """Learn acceptance from a step, and remember its choice.
 

@@ -15,7 +15,7 @@ from outrider.lengths.acceptance import (
     tokens_by_length,
 )
 from outrider.lengths.costs import CostTable, Steps
-from outrider.lengths.experience import Choice, Experience, PolicyState
+from outrider.lengths.experience import Experience, LengthChoice, PolicyState
 from outrider.lengths.hits import NO_HITS, Hits
 from outrider.trees.protocol import Level
 
@@ -94,15 +94,15 @@ class GoodputLength:
     def update(self, state: object, step: Step) -> OwnAcceptance:
         return _own(state).after(step.num_draft_tokens, step.num_accepted_tokens, asked=step.room > 0)
 
-    def choose(self, experience: Experience, states: Sequence[Running], rooms: Sequence[int]) -> Choice:
+    def choose(self, experience: Experience, states: Sequence[Running], rooms: Sequence[int]) -> LengthChoice:
         costs, last = experience.costs, experience.state
         if costs is None:
-            return Choice(lengths=[min(room, self.fallback) for room in rooms], state=last)
+            return LengthChoice(lengths=[min(room, self.fallback) for room in rooms], state=last)
         context = sum([len(state.tokens) for state in states]) // len(states)
         ids, limit = [state.request.id for state in states], self.limit(None)
         rooms = [min(room, limit) for room in rooms]
         if _holds(last, states, ids, rooms):
-            return Choice(lengths=last.lengths, state=replace(last, age=last.age + 1), context=context)
+            return LengthChoice(lengths=last.lengths, state=replace(last, age=last.age + 1), context=context)
         draws = any(state.request.sampling.temperature > 0 for state in states)
         step_costs = _StepCosts(
             steps=costs.steps(len(states), sampled=draws, context=context, longest=self.most),
@@ -147,7 +147,7 @@ class GoodputLength:
             for k in plan.who:
                 lengths[others[k]] = min(rooms[others[k]], plan.length)
         state = PolicyState(ids=ids, rooms=rooms, lengths=lengths, age=1 if certain else HOLD, length=length, gain=gain)
-        return Choice(lengths=lengths, state=state, context=context)
+        return LengthChoice(lengths=lengths, state=state, context=context)
 
     def _plan(
         self,

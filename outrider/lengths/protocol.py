@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.core.types import Running, Step
-from outrider.lengths.experience import Choice, Experience
+from outrider.lengths.experience import Experience, LengthChoice
 from outrider.trees.protocol import Level
 
 
@@ -69,7 +69,7 @@ class LoadPolicy(Protocol):
     and by the acceptance so far.
     """
 
-    def choose(self, experience: Experience, states: Sequence[Running], rooms: Sequence[int]) -> Choice:
+    def choose(self, experience: Experience, states: Sequence[Running], rooms: Sequence[int]) -> LengthChoice:
         """The lengths of the next step. Changes nothing.
 
         Args:

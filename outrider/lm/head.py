@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from outrider.core.types import InputError
 from outrider.lm.forwards.forward import Forward
 from outrider.lm.forwards.grouped import read_grouped
-from outrider.lm.forwards.head_package import KINDS, HeadPackage, Kind, PackagedHead
+from outrider.lm.forwards.head_package import KINDS, HeadForwardKind, HeadPackage, PackagedHead
 from outrider.lm.forwards.packed import fits_packed, keeps_bits, packed
 from outrider.lm.forwards.recorder import RECORDERS
 from outrider.lm.forwards.replayed import ReplayedForward
@@ -153,7 +153,7 @@ class HeadLM(SlottedLM):
         packs = forward == "packed" or (forward == "compiled" and _packable(module))
         self.running = cast(HeadModule, packed(module) if packs else module)
         self._eager = EagerHead(self.running, self.vocab_size)
-        self._libraries: dict[Kind, PackagedHead] = {}
+        self._libraries: dict[HeadForwardKind, PackagedHead] = {}
         self._builder = MaskBuilder(spans=getattr(module, "span", Span()), additive=None, device=self.device)
         probe = Probe()
         self._probe(probe)
@@ -184,7 +184,7 @@ class HeadLM(SlottedLM):
     @property
     def packages(self) -> Sequence[HeadPackage]:
         """The libraries of its forwards, one for each kind."""
-        kinds: Sequence[Kind] = getattr(self.module, "kinds", KINDS)
+        kinds: Sequence[HeadForwardKind] = getattr(self.module, "kinds", KINDS)
         storages, entries = self.cache.storages, self.cache.entries
         return [
             HeadPackage(head=self.module, builder=self._builder, storages=storages, entries=entries, kind=kind)
@@ -230,13 +230,13 @@ class HeadLM(SlottedLM):
         if not self._libraries:
             return self._eager(inputs, taps)
         tokens, features = inputs.batch.tokens(self.device), inputs.batch.features(self.device, self.dtype)
-        library = self._libraries.get(Kind(features=features is not None, logits=len(inputs.columns) > 0))
+        library = self._libraries.get(HeadForwardKind(features=features is not None, logits=len(inputs.columns) > 0))
         if library is None or tokens.numel() > COMPILED:
             return self._eager(inputs, taps)
         return library(tokens, features, inputs, self.vocab_size)
 
     @torch.inference_mode()
-    def _difference(self, kind: Kind, library: PackagedHead) -> float:
+    def _difference(self, kind: HeadForwardKind, library: PackagedHead) -> float:
         """How far a library is from the head on a short text, over the range of what the head outputs."""
         size = self.module.feature_size
         features = torch.linspace(-1, 1, 3 * size, device=self.device, dtype=self.dtype).view(3, size)

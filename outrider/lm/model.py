@@ -19,7 +19,7 @@ from outrider.lm.checked import Checked
 from outrider.lm.fingerprint import shape_of
 from outrider.lm.forwards import flex
 from outrider.lm.forwards.eager import EagerForward
-from outrider.lm.forwards.forward import Choice, Forward
+from outrider.lm.forwards.forward import Forward, ForwardChoice
 from outrider.lm.forwards.grouped import reads_chains
 from outrider.lm.forwards.package import Package, PackagedForward
 from outrider.lm.forwards.packed import packable, packed, plain, whole
@@ -34,7 +34,7 @@ from outrider.lm.hf.spread import check_devices, is_spread
 from outrider.lm.hf.support import refusal
 from outrider.lm.hf.weights import check_logits
 from outrider.lm.protocol import Segment
-from outrider.lm.slots.batch import Batch, upload
+from outrider.lm.slots.batch import ForwardBatch, upload
 from outrider.lm.slots.budget import activation_bytes
 from outrider.lm.slots.cache import Probe
 from outrider.lm.slots.masks import look, mask_builder
@@ -163,7 +163,7 @@ class LanguageModel(SlottedLM):
         )
         self._forwards: dict[Forward, Runs] = {}
         self._rare = 0
-        self.choice: Choice | None = None
+        self.choice: ForwardChoice | None = None
         self.narrow = self.widest
         self.run_by("eager")
         self._maskless_from = self._checked.find("maskless from", self._least_maskless)
@@ -328,14 +328,14 @@ class LanguageModel(SlottedLM):
         wide = self.forward == "compiled" and self.narrow is not None and size > self.narrow
         return self._forwards["eager" if wide else self.forward]
 
-    def _runs_unpadded(self, batch: Batch, taps: Sequence[int]) -> bool:
+    def _runs_unpadded(self, batch: ForwardBatch, taps: Sequence[int]) -> bool:
         count = self._width(int(batch.counts.sum()))
         if count > FULL * len(batch.segments) * batch.width:
             return False
         runs = self._runs(count)
         return isinstance(runs, PackagedForward) and runs.unpadded and runs.has(taps)
 
-    def _runs_without_mask(self, batch: Batch) -> bool:
+    def _runs_without_mask(self, batch: ForwardBatch) -> bool:
         runs = self._runs(len(batch.segments) * batch.width)
         # On GPUs prompts run eager, whatever runs the rest.
         return isinstance(runs, EagerForward) or (self.device.type != "cpu" and batch.prefill_only)

@@ -26,10 +26,10 @@ from outrider.lm.hf.weights import check_logits
 from outrider.lm.model import check_context, checked_width
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.slots.batch import joined, upload
-from outrider.lm.slots.budget import Room, activation_bytes, available_bytes, promise
+from outrider.lm.slots.budget import SlotRoom, activation_bytes, available_bytes, promise
 from outrider.lm.slots.cache import Probe, SlotCache
 from outrider.lm.slots.masks import MaskBuilder, mask_builder
-from outrider.lm.slots.replay import BORDERS, Job, StatefulSlot, pieces
+from outrider.lm.slots.replay import BORDERS, ReplaySegment, StatefulSlot, pieces
 from outrider.lm.slots.slots import SlotTable
 from outrider.lm.slots.slotted import OverSlots
 
@@ -137,7 +137,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         )
         free = available_bytes(self.device, activations)
         taken = max_slots * (BORDERS + 1) * sum(tensor.nbytes for tensor in state)
-        room = Room.of(
+        room = SlotRoom.of(
             probe.layers,
             max_slots=max_slots,
             max_context=max_context,
@@ -256,7 +256,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
             raise ValueError(f"taps must be in 0..{self.num_layers}, got {list(taps)}")
         jobs = self._jobs(segments, taps)
         for left in range(max((len(job.pieces) for job in jobs), default=0), 0, -1):
-            groups: dict[tuple[int, bool], list[Job]] = {}
+            groups: dict[tuple[int, bool], list[ReplaySegment]] = {}
             for job in jobs:
                 if len(job.pieces) >= left:
                     start, end = job.pieces[-left]
@@ -272,9 +272,9 @@ class RecurrentModel(OverSlots[StatefulSlot]):
             taps={k: joined(parts, self._nothing(self.hidden_size)) for k, parts in hidden.items()},
         )
 
-    def _jobs(self, segments: Sequence[Segment], taps: Sequence[int]) -> list[Job]:
+    def _jobs(self, segments: Sequence[Segment], taps: Sequence[int]) -> list[ReplaySegment]:
         """What each segment needs; nothing is changed."""
-        jobs: list[Job] = []
+        jobs: list[ReplaySegment] = []
         for segment in segments:
             slot, state, count = segment.slot, self._slots[segment.slot], len(segment.tokens)
             if any(job.slot == slot for job in jobs):
@@ -295,7 +295,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
             start = state.start(end, self.least)
             waits = self.stepwise and start == 0 and segment.num_wanted == 0 and not taps
             jobs.append(
-                Job(
+                ReplaySegment(
                     slot=slot,
                     tokens=torch.cat([state.tokens, new]),
                     first=state.used,
@@ -306,7 +306,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
             )
         return jobs
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: ReplaySegment) -> None:
         """Take a job's tokens and borders into its slot."""
         state = self._slots[job.slot]
         if job.pieces and (again := min(state.fed, job.first) - job.pieces[0][0]) > 0:
@@ -317,7 +317,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         state.borders |= job.borders
         state.prune(self.least)
 
-    def _forward(self, jobs: Sequence[Job], bounds: Sequence[tuple[int, int]], taps: Sequence[int]) -> None:
+    def _forward(self, jobs: Sequence[ReplaySegment], bounds: Sequence[tuple[int, int]], taps: Sequence[int]) -> None:
         """One forward over a piece of each job; all pieces have one length, and all jobs a state or none."""
         by_row = sorted(zip(jobs, bounds, strict=True), key=lambda pair: self.cache.row(pair[0].slot))
         width, rows = bounds[0][1] - bounds[0][0], len(jobs)

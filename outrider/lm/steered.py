@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.lm.forwards.forward import Choice, Forward
+from outrider.lm.forwards.forward import Forward, ForwardChoice
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.model import LanguageModel
 from outrider.lm.slots.slotted import Inputs, Outputs
@@ -134,7 +134,7 @@ class SteeredLM(LanguageModel):
         self.parts = up_projections(model)
         self.feature_size = sum(part.width for part in self.parts)
         super().__init__(model, max_slots=max_slots, max_context=max_context, vocab_size=vocab_size)
-        self.choice = Choice(forward="eager", pad_to=self.pad_to, reason="it is steered by hooks")
+        self.choice = ForwardChoice(forward="eager", pad_to=self.pad_to, reason="it is steered by hooks")
 
     def why_not(self, forward: Forward) -> str | None:
         if forward == "eager":

@@ -9,7 +9,7 @@ from outrider import catalog
 from outrider.core.inputs import InputError, unknown
 from outrider.drafters.exports import Exports
 from outrider.drafters.traits import exports_of
-from outrider.plan.prediction import Prediction, ranked
+from outrider.plan.prediction import PlanPrediction, ranked
 from outrider.plan.verdict import Advice
 
 ENGINES = ("vllm", "sglang", "llama.cpp")
@@ -64,7 +64,7 @@ def batch_table(lengths: Mapping[int, int]) -> list[list[int]]:
     return found
 
 
-def _best_chain(found: Sequence[Prediction], drafter: str | None = None) -> Prediction:
+def _best_chain(found: Sequence[PlanPrediction], drafter: str | None = None) -> PlanPrediction:
     chains = [
         each
         for each in found

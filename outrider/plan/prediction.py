@@ -9,9 +9,9 @@ import numpy as np
 from jaxtyping import Float
 
 from outrider.lengths.costs import CostTable, plain_seconds
-from outrider.plan.record import DraftRows, Record, Text
+from outrider.plan.record import DraftRows, RecordedRun, TargetText
 from outrider.plan.tree_times import TreeTimes
-from outrider.plan.ways import Way
+from outrider.plan.ways import DraftConfiguration
 from outrider.theory.coverage import begun
 
 DRAWS = 400
@@ -53,7 +53,7 @@ class Steps:
     by_length: Float[np.ndarray, " lengths"]
 
     @classmethod
-    def of(cls, way: Way, text: Text, rows: DraftRows) -> "Steps":
+    def of(cls, way: DraftConfiguration, text: TargetText, rows: DraftRows) -> "Steps":
         """The expectation over all drafts and coins, by the chances that a step begins at each place."""
         count = len(text.tokens)
         chances = begun(way.survivals(text, rows), count)[:count]
@@ -64,7 +64,7 @@ class Steps:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class PlanPrediction:
     """What a way brings for a number of requests that run at once.
 
     Attributes:
@@ -81,7 +81,7 @@ class Prediction:
         notes: What to know about the figures.
     """
 
-    way: Way
+    way: DraftConfiguration
     requests: int
     block_efficiency: Range
     seconds: float
@@ -94,7 +94,7 @@ class Prediction:
     notes: tuple[str, ...] = ()
 
 
-def expected_steps(record: Record, way: Way) -> list[Steps]:
+def expected_steps(record: RecordedRun, way: DraftConfiguration) -> list[Steps]:
     """The expected steps of each text. Plain decoding takes one per token."""
     if way.is_plain:
         return [Steps(tokens=len(text.tokens), by_length=np.array([float(len(text.tokens))])) for text in record.texts]
@@ -113,14 +113,14 @@ class Planner:
         estimated: Whether the costs are a formula's and not measured.
     """
 
-    record: Record
+    record: RecordedRun
     costs: Mapping[str, CostTable]
     trees: TreeTimes = field(default_factory=TreeTimes)
     context: int | None = None
     estimated: bool = False
-    _steps: dict[Way, list[Steps]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _steps: dict[DraftConfiguration, list[Steps]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def predict(self, way: Way, requests: int) -> Prediction:
+    def predict(self, way: DraftConfiguration, requests: int) -> PlanPrediction:
         """The prediction for so many requests at once."""
         steps = self.steps(way)
         weights = _resampled(len(steps))
@@ -135,7 +135,7 @@ class Planner:
         of_ratio = math.hypot(BUSY_RATIO_ERROR if doubtful else RATIO_ERROR, more)
         slowness = self.slowness
         break_even = per_step[0] / plain
-        return Prediction(
+        return PlanPrediction(
             way=way,
             requests=requests,
             block_efficiency=_range(tau, 0.0),
@@ -149,7 +149,7 @@ class Planner:
             notes=notes,
         )
 
-    def steps(self, way: Way) -> list[Steps]:
+    def steps(self, way: DraftConfiguration) -> list[Steps]:
         """The expected steps of a way on each text."""
         if way not in self._steps:
             self._steps[way] = expected_steps(self.record, way)
@@ -182,7 +182,7 @@ class Planner:
         plain = np.array([self._table(costs, 1, 1)[0, 0] for costs in self.costs.values()])
         return np.log([*(plain / self.plain_seconds(1)), self.record.slowness])
 
-    def dearer(self, way: Way, requests: int) -> float:
+    def dearer(self, way: DraftConfiguration, requests: int) -> float:
         """Seconds of a step of a tree over those that chains tell; 1 if it was not timed. Between numbers of requests
         that were timed, it follows a line.
         """
@@ -193,7 +193,7 @@ class Planner:
             found[b] = over_plain * plain / costs.tree(b, way.widths, sampled=sampled, context=costs.context)
         return float(np.interp(requests, list(found), list(found.values()))) if found else 1.0
 
-    def _seconds(self, way: Way, requests: int) -> Float[np.ndarray, "drafting lengths"]:
+    def _seconds(self, way: DraftConfiguration, requests: int) -> Float[np.ndarray, "drafting lengths"]:
         """Seconds of a step by how many requests draft, and how deep."""
         if way.is_plain:
             return np.full((requests + 1, 1), self.plain_seconds(requests))
@@ -219,7 +219,7 @@ class Planner:
     def _context(self) -> int:
         return self.record.context if self.context is None else self.context
 
-    def _doubts(self, way: Way, requests: int) -> tuple[float, tuple[str, ...]]:
+    def _doubts(self, way: DraftConfiguration, requests: int) -> tuple[float, tuple[str, ...]]:
         """The relative standard error of times that were not measured for such a step, and what to know of them."""
         notes: list[str] = []
         if self.estimated:
@@ -240,13 +240,13 @@ class Planner:
         return math.hypot(doubt, FARTHER_ERROR if farther else 0.0), tuple(notes)
 
 
-def ranked(predictions: Sequence[Prediction]) -> list[Prediction]:
+def ranked(predictions: Sequence[PlanPrediction]) -> list[PlanPrediction]:
     """The best first, by the lower end of the speedup. Of those within 1 %, the least complicated.
 
     A tree whose steps were not timed does not come first, as long as there is another way: its costs are extended from
     chains, which flatters it.
     """
-    left, found = sorted(predictions, key=lambda each: -each.speedup.low), list[Prediction]()
+    left, found = sorted(predictions, key=lambda each: -each.speedup.low), list[PlanPrediction]()
     while left:
         open_ones = left if found else [each for each in left if each.timed] or left
         near = [each for each in open_ones if each.speedup.low >= 0.99 * open_ones[0].speedup.low]

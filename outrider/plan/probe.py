@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from outrider.core.types import Request, Running, Sampling
 from outrider.decoding.progress import begin, end, prefill, tokens_left
 from outrider.decoding.protocol import Parts
-from outrider.host.cores import Usage, crowded, shares
+from outrider.host.cores import CoreUsage, crowded, shares
 from outrider.lengths.costs import CostTable, StepCost
 from outrider.lengths.experience import Experience
 from outrider.lengths.fixed import FixedLength
@@ -58,7 +58,7 @@ class DraftWay:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class StepShape:
     """A kind of step: the fields are those of `StepCost`.
 
     Attributes:
@@ -80,7 +80,7 @@ class GivenLength(FixedLength):
         return
 
 
-class Bench:
+class StepProbe:
     """Requests that make steps of any kind, through the engine's own step.
 
     They begin with a periodic text. A request keeps what a step accepts, up to a number that changes from step to
@@ -104,7 +104,7 @@ class Bench:
         self.states: list[Running] = []
         self._made = 0
 
-    def step(self, kind: Kind) -> StepCost | None:
+    def step(self, kind: StepShape) -> StepCost | None:
         """Make a step; None if there is no room for it, or if it drafted less than it should."""
         while len(self.states) < kind.requests:
             self._begin()
@@ -178,7 +178,7 @@ class Timed:
         cost: What it took.
     """
 
-    kind: Kind
+    kind: StepShape
     round: int
     cost: StepCost
 
@@ -222,14 +222,14 @@ class Rounds:
     @property
     def unevenness(self) -> float:
         """How many times its fastest repeat the median repeat of most kinds takes."""
-        seconds: dict[Kind, list[float]] = {}
+        seconds: dict[StepShape, list[float]] = {}
         for step in self.steps:
             seconds.setdefault(step.kind, []).append(step.cost.seconds)
         return statistics.median(statistics.median(each) / min(each) for each in seconds.values()) if seconds else 1.0
 
-    def costs(self) -> dict[Kind, StepCost]:
+    def costs(self) -> dict[StepShape, StepCost]:
         """What each kind costs when the machine is as slow as in its median round: the median repeat."""
-        found: dict[Kind, list[StepCost]] = {}
+        found: dict[StepShape, list[StepCost]] = {}
         for step, slowness in zip(self.steps, self.slowness.tolist(), strict=True):
             found.setdefault(step.kind, []).append(step.cost.times(math.exp(-slowness)))
         return {kind: sorted(rows, key=lambda row: row.seconds)[(len(rows) - 1) // 2] for kind, rows in found.items()}
@@ -240,7 +240,7 @@ class Rounds:
         The standard error of a median is $\sqrt{\pi/2}\,\sigma/\sqrt n$, and $\sigma$ is $\sqrt{\pi/2}$ times the
         mean absolute error.
         """
-        errors: dict[Kind, list[float]] = {}
+        errors: dict[StepShape, list[float]] = {}
         for step, error in zip(self.steps, self.errors.tolist(), strict=True):
             errors.setdefault(step.kind, []).append(abs(error))
         each = {
@@ -283,19 +283,19 @@ def measure(
     deepest = parts.drafter.max_depth
     longest = min(max(ALL_LENGTHS) if deepest is None else deepest, parts.target.max_context // 4)
     batches = sorted({b for b in (ALL_BATCHES if thorough else BATCHES) if b < max_requests} | {max_requests})
-    before, context = Usage.now(), min(CONTEXT, parts.target.max_context // 4)
+    before, context = CoreUsage.now(), min(CONTEXT, parts.target.max_context // 4)
     if min(context, longest) < 1:
         return None
-    bench = Bench(parts, context)
+    bench = StepProbe(parts, context)
     try:
         made = repeated(bench, _kinds(batches, longest, thorough), seconds, MANY_REPEATS if thorough else REPEATS)
     finally:
         bench.close()
     found = made.costs()
     reach = max((kind.length for kind in found if kind.requests == 1), default=0)
-    if Kind(requests=1, length=0) not in found or reach == 0:
+    if StepShape(requests=1, length=0) not in found or reach == 0:
         return None
-    ends = [Kind(requests=1, length=0), Kind(requests=1, length=reach)]
+    ends = [StepShape(requests=1, length=0), StepShape(requests=1, length=reach)]
     rows = list(found.values())
     # For each request, a longer context may cost less in a step of many.
     farther = [[replace(end, requests=b) for end in ends] for b in dict.fromkeys((1, batches[-1]))]
@@ -303,13 +303,13 @@ def measure(
         reading = kinds[0].requests * found[ends[0]].target * FAR / 8
         if any(kind not in found for kind in kinds) or parts.target.max_context < 2 * FAR or reading > seconds / 4:
             continue
-        bench = Bench(parts, FAR)
+        bench = StepProbe(parts, FAR)
         try:
             far = repeated(bench, kinds, seconds / 4, REPEATS)
         finally:
             bench.close()
         rows += far.costs().values()
-    busy = crowded(shares(before, Usage.now()), torch.get_num_threads()) or made.unevenness > UNSTEADY
+    busy = crowded(shares(before, CoreUsage.now()), torch.get_num_threads()) or made.unevenness > UNSTEADY
     return CostTable(
         rows=tuple(rows),
         catch_up=_catch_up(parts, found[ends[0]], found[ends[1]]),
@@ -320,27 +320,27 @@ def measure(
     )
 
 
-def _kinds(batches: Sequence[int], longest: int, thorough: bool) -> list[Kind]:
+def _kinds(batches: Sequence[int], longest: int, thorough: bool) -> list[StepShape]:
     """The kinds of steps, the most important first: a slow model has time for the first ones alone."""
     lengths = list(dict.fromkeys(min(n, longest) for n in (ALL_LENGTHS if thorough else LENGTHS)))
     sampled = lengths if thorough else list(dict.fromkeys(min(n, longest) for n in SAMPLED))
     found = []
     for b in batches:
-        found += [Kind(requests=b, length=n) for n in lengths]
+        found += [StepShape(requests=b, length=n) for n in lengths]
         if thorough or b in (batches[0], batches[-1]):
-            found += [Kind(requests=b, length=n, sampled=True) for n in sampled]
+            found += [StepShape(requests=b, length=n, sampled=True) for n in sampled]
         if b > 1:
-            found += [Kind(requests=b, length=n, drafting=1) for n in lengths if n in ALONE]
+            found += [StepShape(requests=b, length=n, drafting=1) for n in lengths if n in ALONE]
     return found
 
 
-def repeated(bench: Bench, kinds: Sequence[Kind], seconds: float, most: int) -> Rounds:
+def repeated(bench: StepProbe, kinds: Sequence[StepShape], seconds: float, most: int) -> Rounds:
     """Rounds of steps of these kinds, at most so many, as far as there is time. At least three are made.
 
     Where time is short, the first two kinds are measured, and of the others as many as there is time for.
     """
     began, spent = time.perf_counter(), 0.0
-    todo: list[Kind] = []
+    todo: list[StepShape] = []
     for kind in kinds:
         # A plain step and a draft are always measured.
         if len(todo) > 1 and (spent > seconds or time.perf_counter() - began > seconds):

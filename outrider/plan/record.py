@@ -20,7 +20,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text:
+class TargetText:
     """A text that the target said alone.
 
     Attributes:
@@ -74,7 +74,7 @@ class DraftRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class RecordedRun:
     """One recorded run.
 
     Attributes:
@@ -85,7 +85,7 @@ class Record:
         header: What the record depends on: hashes of models and prompts, settings, versions.
     """
 
-    texts: tuple[Text, ...]
+    texts: tuple[TargetText, ...]
     drafts: Mapping[str, tuple[DraftRows, ...]]
     temperature: float
     slowness: float = 1.0
@@ -124,7 +124,7 @@ class Record:
             files.replace(file, written.getvalue())
 
     @classmethod
-    def read(cls, file: Path) -> "Record":
+    def read(cls, file: Path) -> "RecordedRun":
         """The record in a file. Raises InputError if it holds none."""
         try:
             with np.load(file, allow_pickle=False) as found:
@@ -132,7 +132,7 @@ class Record:
                 if head["format"] != FORMAT:
                     raise InputError(f"{file} was recorded by another version; delete it to record anew")
                 texts = tuple(
-                    Text(
+                    TargetText(
                         prompt=prompt,
                         tokens=found[f"text/{i}/tokens"],
                         log_probs=found[f"text/{i}/log_probs"],

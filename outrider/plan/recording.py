@@ -21,16 +21,16 @@ from outrider.engine.output import Output
 from outrider.lengths.costs import CostTable, plain_seconds
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.protocol import Segment
-from outrider.plan.record import DraftRows, Record, Text
-from outrider.plan.tree_coverage import Branches, DraftedTree, Paths, Ranked, TopPlusOne
+from outrider.plan.record import DraftRows, RecordedRun, TargetText
+from outrider.plan.tree_coverage import Branches, DraftedTree, Ranked, SharedPaths, TopPlusOne
 from outrider.trees.chain import ChainTree
 from outrider.trees.drawing import drafters_sampling
 from outrider.verifiers.match import MatchVerifier
 
 KINDS: Mapping[str, DraftedTree] = {
     "branches": Branches(counts=(2,)),
-    "recursive": Paths(count=2, depth=1, rule="recursive"),
-    "kseq": Paths(count=2, depth=1, rule="kseq"),
+    "recursive": SharedPaths(count=2, depth=1, rule="recursive"),
+    "kseq": SharedPaths(count=2, depth=1, rule="kseq"),
     "top_plus_one": TopPlusOne(width=2, depth=1),
     "ranks": Ranked(children=(1,)),
 }
@@ -40,7 +40,7 @@ TREE_DEPTH = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class Continuation:
     """A prompt, and what the target said after it.
 
     Attributes:
@@ -49,7 +49,7 @@ class Said:
     """
 
     prompt: tuple[int, ...]
-    text: Text
+    text: TargetText
 
 
 def record(
@@ -62,7 +62,7 @@ def record(
     depth: int = 8,
     costs: Sequence[CostTable] = (),
     draft_sampling: Sampling | None = None,
-) -> Record:
+) -> RecordedRun:
     """Let the target answer prompts alone, and every drafter guess along the answers.
 
     Args:
@@ -82,9 +82,9 @@ def record(
         raise InputError("penalties and processors that read the text cannot be planned; leave them out")
     outputs = plain_run(engine, prompts, sampling, max_new_tokens)
     said = [
-        Said(
+        Continuation(
             prompt=tuple(prompt),
-            text=Text(
+            text=TargetText(
                 prompt=len(prompt),
                 tokens=np.array(output.tokens),
                 log_probs=np.zeros(len(output.tokens)),
@@ -114,7 +114,7 @@ def record(
         said = [replace(each, text=replace(each.text, log_probs=p)) for each, (p, _) in zip(said, found, strict=True)]
         rows[name] = tuple(each for _, each in found)
     texts = tuple(each.text for each in said)
-    found_record = Record(texts=texts, drafts=rows, temperature=sampling.temperature)
+    found_record = RecordedRun(texts=texts, drafts=rows, temperature=sampling.temperature)
     return replace(
         found_record, slowness=slowness_of([output.steps for output in outputs], costs, found_record) if costs else 1.0
     )
@@ -145,7 +145,7 @@ def plain_run(
     return outputs
 
 
-def slowness_of(outputs: Sequence[Sequence[Step]], costs: Sequence[CostTable], made: Record) -> float:
+def slowness_of(outputs: Sequence[Sequence[Step]], costs: Sequence[CostTable], made: RecordedRun) -> float:
     """Seconds of the run's steps over those that the tables say. Sums are compared, as disturbed steps count too.
 
     Steps in which a request makes its first one are left out, because they may read a prompt.
@@ -161,7 +161,7 @@ def slowness_of(outputs: Sequence[Sequence[Step]], costs: Sequence[CostTable], m
 def along(
     parts: Parts,
     drafter: Drafter,
-    said: Sequence[Said],
+    said: Sequence[Continuation],
     sampling: Sampling,
     depth: int,
     *,
@@ -202,7 +202,7 @@ def along(
             end(parts, state)
 
 
-def _target_rows(parts: Parts, state: Running, text: Text, sampling: Sampling) -> Float[Tensor, "text vocab"]:
+def _target_rows(parts: Parts, state: Running, text: TargetText, sampling: Sampling) -> Float[Tensor, "text vocab"]:
     """The target's row before each token of the text. The slot stays as it is."""
     tokens = torch.tensor([state.tokens[-1], *text.tokens[:-1].tolist()]).to(parts.target.device)
     logits = parts.target.extend([Segment(slot=state.slot, tokens=tokens)]).logits
@@ -241,7 +241,7 @@ class _Notes:
     def of(
         cls,
         drafter: Drafter,
-        text: Text,
+        text: TargetText,
         p: Float[Tensor, "text vocab"],
         sampling: Sampling,
         draft_sampling: Sampling,

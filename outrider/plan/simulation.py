@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from outrider.core.inputs import InputError
 from outrider.plan.prediction import Planner
-from outrider.plan.ways import Way
+from outrider.plan.ways import DraftConfiguration
 
 OUTPUTS = 16
 """Runs of each recorded text from which outputs are taken."""
@@ -69,7 +69,9 @@ class _Output:
     steps: int
 
 
-def simulate(planner: Planner, way: Way, *, rate: float, slots: int, requests: int = 2000, seed: int = 0) -> Simulated:
+def simulate(
+    planner: Planner, way: DraftConfiguration, *, rate: float, slots: int, requests: int = 2000, seed: int = 0
+) -> Simulated:
     """Let requests arrive (Poisson) whose outputs are those of the record.
 
     The number of steps of each output is drawn from the record, place by place, because acceptance comes in bursts.
@@ -140,7 +142,7 @@ def simulate(planner: Planner, way: Way, *, rate: float, slots: int, requests: i
     )
 
 
-def _outputs(planner: Planner, way: Way, rng: np.random.Generator) -> list[_Output]:
+def _outputs(planner: Planner, way: DraftConfiguration, rng: np.random.Generator) -> list[_Output]:
     """Outputs of every recorded text, with steps drawn from the chances at each place."""
     found: list[_Output] = []
     for i, text in enumerate(planner.record.texts):

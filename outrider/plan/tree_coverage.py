@@ -87,7 +87,7 @@ class Branches:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Paths:
+class SharedPaths:
     """Independent paths that share nodes where they begin alike, judged by recursive rejection or by K-SEQ."""
 
     count: int
@@ -280,7 +280,7 @@ def _accepted_draws(p: Row, q: Row, token: int, m: int, rule: str) -> tuple[list
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class RecordedText:
     """A text that the target said, with both models' rows before each of its tokens.
 
     Attributes:

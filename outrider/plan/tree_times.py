@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from outrider import catalog
 from outrider.decoding.protocol import Parts
-from outrider.plan.probe import CONTEXT, Bench, DraftWay, Kind, repeated
-from outrider.plan.ways import Way
+from outrider.plan.probe import CONTEXT, DraftWay, StepProbe, StepShape, repeated
+from outrider.plan.ways import DraftConfiguration
 
 SECONDS, REPEATS = 15.0, 16
 """Seconds for all trees of a drafter, about, and the most repeats of each."""
@@ -22,7 +22,7 @@ class TreeTimes:
         doubt: Relative standard error of these quotients.
     """
 
-    over_plain: Mapping[Way, Mapping[int, float]] = field(default_factory=dict)
+    over_plain: Mapping[DraftConfiguration, Mapping[int, float]] = field(default_factory=dict)
     doubt: float = 0.0
 
     def joined(self, other: "TreeTimes") -> "TreeTimes":
@@ -31,7 +31,12 @@ class TreeTimes:
 
 
 def time_trees(
-    parts: Parts, ways: Sequence[Way], requests: Sequence[int], *, sampled: bool, seconds: float = SECONDS
+    parts: Parts,
+    ways: Sequence[DraftConfiguration],
+    requests: Sequence[int],
+    *,
+    sampled: bool,
+    seconds: float = SECONDS,
 ) -> TreeTimes:
     """Time those of the ways that are trees, in turns with plain steps. All slots of the target must be free.
 
@@ -47,24 +52,26 @@ def time_trees(
     context = min(CONTEXT, parts.target.max_context // 4)
     if not trees or not batches or context < 1:
         return TreeTimes()
-    plain = [Kind(requests=b, length=0, sampled=sampled) for b in batches]
+    plain = [StepShape(requests=b, length=0, sampled=sampled) for b in batches]
     kinds = {
-        Kind(requests=b, length=way.length, sampled=sampled, way=_made(way)): (way, b) for way in trees for b in batches
+        StepShape(requests=b, length=way.length, sampled=sampled, way=_made(way)): (way, b)
+        for way in trees
+        for b in batches
     }
-    bench = Bench(parts, context)
+    bench = StepProbe(parts, context)
     try:
         made = repeated(bench, [*plain, *kinds], seconds, REPEATS)
     finally:
         bench.close()
     costs = made.costs()
-    found: dict[Way, dict[int, float]] = {}
+    found: dict[DraftConfiguration, dict[int, float]] = {}
     for kind, (way, b) in kinds.items():
-        beside = Kind(requests=b, length=0, sampled=sampled)
+        beside = StepShape(requests=b, length=0, sampled=sampled)
         if kind in costs and beside in costs:
             found.setdefault(way, {})[b] = costs[kind].seconds / costs[beside].seconds
     return TreeTimes(over_plain=found, doubt=made.doubt())
 
 
-def _made(way: Way) -> DraftWay:
+def _made(way: DraftConfiguration) -> DraftWay:
     tree, verifier = catalog.make("tree", way.tree), catalog.make("verifier", way.verifier)
     return DraftWay(tree=cast(Any, tree), verifier=cast(Any, verifier))

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from outrider.plan.prediction import Planner, Prediction, ranked
-from outrider.plan.ways import Way
+from outrider.plan.prediction import Planner, PlanPrediction, ranked
+from outrider.plan.ways import DraftConfiguration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,14 +16,14 @@ class Advice:
         by_requests: For each number of requests, the predictions, the best first.
     """
 
-    by_requests: Mapping[int, Sequence[Prediction]]
+    by_requests: Mapping[int, Sequence[PlanPrediction]]
 
     @classmethod
-    def of(cls, planner: Planner, ways: Sequence[Way], requests: Sequence[int]) -> "Advice":
+    def of(cls, planner: Planner, ways: Sequence[DraftConfiguration], requests: Sequence[int]) -> "Advice":
         """Predict every way for every number of requests."""
         return cls(by_requests={b: ranked([planner.predict(way, b) for way in ways]) for b in requests})
 
-    def chosen(self, requests: int) -> Prediction:
+    def chosen(self, requests: int) -> PlanPrediction:
         """What to use: the way whose speedup is certain to be the largest; plain decoding if none is certain."""
         return self.by_requests[requests][0]
 
@@ -54,7 +54,7 @@ class Advice:
         }
 
 
-def values_of(prediction: Prediction) -> dict[str, Any]:
+def values_of(prediction: PlanPrediction) -> dict[str, Any]:
     """A prediction as values of JSON."""
     way = prediction.way
     return {
@@ -73,7 +73,7 @@ def values_of(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def _advised(best: Prediction, found: Sequence[Prediction], requests: int) -> str:
+def _advised(best: PlanPrediction, found: Sequence[PlanPrediction], requests: int) -> str:
     for_whom = "one request" if requests == 1 else f"{requests} requests at once"
     if not best.way.is_plain:
         speed = best.speedup

@@ -13,8 +13,8 @@ from outrider import catalog
 from outrider.core.inputs import InputError
 from outrider.drafters.protocol import Drafter
 from outrider.lengths.costs import CostTable
-from outrider.plan.record import DraftRows, Text
-from outrider.plan.tree_coverage import Branches, DraftedTree, Paths, Ranked, TopPlusOne
+from outrider.plan.record import DraftRows, TargetText
+from outrider.plan.tree_coverage import Branches, DraftedTree, Ranked, SharedPaths, TopPlusOne
 from outrider.refusals import Cell, refusal
 from outrider.theory.coverage import survival
 from outrider.trees.fixed import best_topology
@@ -29,7 +29,7 @@ TREES = ("gumbel:2x1", "gumbel:2x1x1", "gumbel:2x2", "gumbel:2x2x1", "iid:2", "t
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class DraftConfiguration:
     """A way of decoding.
 
     Attributes:
@@ -60,7 +60,7 @@ class Way:
         """The way in a few words.
 
         Example:
-            >>> Way().name, Way(drafter="suffix", verifier="block", length=4, widths=(1, 1, 1, 1)).name
+            >>> Way().name, DraftConfiguration(drafter="suffix", verifier="block", length=4, widths=(1, 1, 1, 1)).name
             ('plain', 'suffix, chain of 4, block')
         """
         if self.is_plain:
@@ -85,12 +85,12 @@ class Way:
             "length": f"fixed:{self.length}",
         }
 
-    def drafted(self, text: Text, rows: DraftRows) -> Int[np.ndarray, " places"]:
+    def drafted(self, text: TargetText, rows: DraftRows) -> Int[np.ndarray, " places"]:
         """Depth of a draft that begins at each place of a text."""
         left = len(text.tokens) - np.arange(len(text.tokens)) - (0 if text.ended else 1)
         return np.minimum(np.minimum(rows.guesses, self.length), left)
 
-    def survivals(self, text: Text, rows: DraftRows) -> list[Float[np.ndarray, " bounds"]]:
+    def survivals(self, text: TargetText, rows: DraftRows) -> list[Float[np.ndarray, " bounds"]]:
         """Probability that a step which begins at a place accepts at least 0, 1, ... tokens, given the text."""
         depths, found = self.drafted(text, rows), []
         for place, depth in enumerate(depths.tolist()):
@@ -121,7 +121,7 @@ MOST_NODES, MOST_CHILDREN, DEEPEST = 16, 4, 8
 
 def ways_of(
     name: str, drafter: Drafter, *, lengths: Sequence[int], reproducible: bool = False, trees: bool = True
-) -> Iterator[Way]:
+) -> Iterator[DraftConfiguration]:
     """The lossless ways in which a drafter can be used, as far as a record tells their acceptance.
 
     Args:
@@ -136,7 +136,7 @@ def ways_of(
         if refusal(_cell(drafter, "chain", verifier)) is None:
             for length in lengths:
                 if length >= 1 and (deepest is None or length <= deepest):
-                    yield Way(drafter=name, verifier=rule, length=length, widths=(1,) * length)
+                    yield DraftConfiguration(drafter=name, verifier=rule, length=length, widths=(1,) * length)
         if drafter.rows == "point":
             # All verifiers judge a given token alike.
             break
@@ -160,7 +160,7 @@ def best_tree(
     sampled: bool,
     context: int,
     dearer: float = 1.0,
-) -> Way | None:
+) -> DraftConfiguration | None:
     """The tree of the drafter's likeliest tokens that brings most by Sequoia's programme; None if it cannot be used.
 
     The programme gets how often each rank is the text's token, and what steps of this table cost by their nodes.
@@ -193,19 +193,21 @@ def best_tree(
         # A chain of the likeliest tokens accepts no more than a drawn one.
         return None
     written = f"fixed:{'x'.join(map(str, children))},chosen=true"
-    return Way(
+    return DraftConfiguration(
         drafter=name, tree=written, verifier="match", length=tree.depth, widths=tree.widths, kind=("ranks", tree)
     )
 
 
-def _tree_ways(name: str, written: str) -> Iterator[Way]:
+def _tree_ways(name: str, written: str) -> Iterator[DraftConfiguration]:
     family, _, shape = written.partition(":")
     if family == "gumbel":
         counts = tuple(int(count) for count in shape.split("x"))
         widths = tuple(itertools.accumulate(counts, operator.mul))
         kind: tuple[str, DraftedTree] = ("branches", Branches(counts=counts))
-        yield Way(drafter=name, tree=written, verifier="recursive", length=len(counts), widths=widths, kind=kind)
-        yield Way(
+        yield DraftConfiguration(
+            drafter=name, tree=written, verifier="recursive", length=len(counts), widths=widths, kind=kind
+        )
+        yield DraftConfiguration(
             drafter=name,
             tree=written,
             verifier="traversal",
@@ -219,13 +221,17 @@ def _tree_ways(name: str, written: str) -> Iterator[Way]:
     for depth in (2, 3):
         if family == "iid":
             for rule in RULES:
-                paths = Paths(count=count, depth=depth, rule=rule)
+                paths = SharedPaths(count=count, depth=depth, rule=rule)
                 widths = (count,) * depth
-                yield Way(drafter=name, tree=written, verifier=rule, length=depth, widths=widths, kind=(rule, paths))
+                yield DraftConfiguration(
+                    drafter=name, tree=written, verifier=rule, length=depth, widths=widths, kind=(rule, paths)
+                )
         else:
             top = TopPlusOne(width=count, depth=depth)
             widths = tuple(count ** (d + 1) for d in range(depth))
-            yield Way(drafter=name, tree=written, verifier=family, length=depth, widths=widths, kind=(family, top))
+            yield DraftConfiguration(
+                drafter=name, tree=written, verifier=family, length=depth, widths=widths, kind=(family, top)
+            )
 
 
 def _cell(drafter: Drafter, structure: Any, verifier: Any) -> Cell:

@@ -22,7 +22,7 @@ from outrider.decoding.progress import begin, end, pending_tokens, prefill_chunk
 from outrider.decoding.protocol import Parts
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.budget import PREFILL_CHUNK
-from outrider.proof.noise import Noise
+from outrider.proof.noise import RaceNoise
 
 BATCH = 512
 """Worlds that are walked as one batch."""
@@ -51,7 +51,7 @@ class World:
     script: dict[Key, int]
     chances: dict[Key, float] = field(default_factory=dict)
     others: list[dict[Key, int]] = field(default_factory=list)
-    noise: dict[tuple[object, int], Noise] = field(default_factory=dict)
+    noise: dict[tuple[object, int], RaceNoise] = field(default_factory=dict)
 
     @property
     def probability(self) -> float:
@@ -195,7 +195,7 @@ class EnumeratingCoupledDice(EnumeratingDice):
         weights = row
         if self._list is not None:
             weights = self._list.widened(torch.tensor([row], dtype=torch.float64))[0].tolist()
-        known = world.noise.get(key) or Noise.unknown(len(weights))
+        known = world.noise.get(key) or RaceNoise.unknown(len(weights))
         won = known.race(weights)
         outcomes = [(token, chance) for token, (chance, _) in won.items()]
         token = self._choose(request, int(draws.slots[place]) + offset, draws, outcomes)
@@ -240,7 +240,7 @@ class _Before:
     length: object
     carried: object
     drafted: tuple[int, ...] = ()
-    noise: tuple[tuple[int, Noise], ...] = ()
+    noise: tuple[tuple[int, RaceNoise], ...] = ()
     ahead: Ahead = field(default=Ahead(), compare=False)
 
 

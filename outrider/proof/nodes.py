@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.core.deadline import ENDLESS, Deadline
-from outrider.core.progress import Task, task
+from outrider.core.progress import ProgressTask, task
 from outrider.core.sampling import rows_at_once, to_rows
 from outrider.core.texts import Before
 from outrider.core.types import Request
@@ -127,7 +127,7 @@ class _Watcher:
         self.num_nodes, self.num_drafted = 0, 0
         self.logits, self.probabilities = 0.0, 0.0
         self._grouped = False
-        self.progress: Task | None = None
+        self.progress: ProgressTask | None = None
 
     def look(self, cycle: Cycle) -> None:
         draft = cycle.draft

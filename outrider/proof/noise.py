@@ -14,7 +14,7 @@ NEGLIGIBLE = 1e-14
 
 
 @dataclass(frozen=True, kw_only=True)
-class Noise:
+class RaceNoise:
     r"""What is known of the noise of a position: the standard exponentials $E$ that are possible after some races.
 
     With weights $w$ the token with the smallest $E_x / w_x$ wins, so a race tells on which side of some planes through
@@ -28,7 +28,7 @@ class Noise:
     simplices: tuple[Float[np.ndarray, "vocab vocab"], ...]
 
     @classmethod
-    def unknown(cls, vocab_size: int) -> "Noise":
+    def unknown(cls, vocab_size: int) -> "RaceNoise":
         """Before any race."""
         return cls(simplices=(np.eye(vocab_size),))
 
@@ -37,7 +37,7 @@ class Noise:
         """Of this noise, before any race."""
         return float(sum(abs(np.linalg.det(corners)) for corners in self.simplices))
 
-    def race(self, weights: Sequence[float]) -> Mapping[int, tuple[float, "Noise"]]:
+    def race(self, weights: Sequence[float]) -> Mapping[int, tuple[float, "RaceNoise"]]:
         """For each possible winner, its probability and what is known afterwards.
 
         Example:
@@ -49,26 +49,26 @@ class Noise:
         """
         return _race(self, tuple(weights))
 
-    def below(self, plane: Float[np.ndarray, " vocab"]) -> "Noise":
+    def below(self, plane: Float[np.ndarray, " vocab"]) -> "RaceNoise":
         """The part where the product with the plane's normal is at most 0."""
         parts = (part for corners in self.simplices for part in _below(corners, plane @ corners))
-        return Noise(simplices=tuple(parts))
+        return RaceNoise(simplices=tuple(parts))
 
     def __hash__(self) -> int:
         return hash(tuple(corners.tobytes() for corners in self.simplices))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Noise):
+        if not isinstance(other, RaceNoise):
             return NotImplemented
         ours, theirs = ([corners.tobytes() for corners in each.simplices] for each in (self, other))
         return ours == theirs
 
 
 @lru_cache(maxsize=KEPT)
-def _race(noise: Noise, weights: tuple[float, ...]) -> Mapping[int, tuple[float, Noise]]:
-    """`Noise.race`. The same race is run in many worlds."""
+def _race(noise: RaceNoise, weights: tuple[float, ...]) -> Mapping[int, tuple[float, RaceNoise]]:
+    """`RaceNoise.race`. The same race is run in many worlds."""
     running = [token for token, weight in enumerate(weights) if weight > 0]
-    found: dict[int, tuple[float, Noise]] = {}
+    found: dict[int, tuple[float, RaceNoise]] = {}
     whole = noise.probability
     for token in running:
         left = noise

@@ -25,11 +25,11 @@ from outrider.serve.prometheus import Metrics
 from outrider.serve.requests import ChatBody, CompletionBody, DetokenizeBody, DrafterBody, TokenizeBody
 from outrider.serve.responses_request import ResponsesRequest
 from outrider.serve.service import Service
-from outrider.serve.settings import Settings
+from outrider.serve.settings import HttpSettings
 from outrider.serve.traces import Traces
 
 
-def make_app(service: Service, settings: Settings | None = None, traces: Traces | None = None) -> FastAPI:
+def make_app(service: Service, settings: HttpSettings | None = None, traces: Traces | None = None) -> FastAPI:
     """The app of a service. The caller starts and closes the service.
 
     Args:
@@ -38,7 +38,7 @@ def make_app(service: Service, settings: Settings | None = None, traces: Traces 
     Raises:
         InputError: A response template that cannot be used.
     """
-    settings = settings or Settings()
+    settings = settings or HttpSettings()
     gateway = Gateway.of(service, settings, traces)
     app = FastAPI(title="Outrider", version=gateway.version, docs_url=None, redoc_url=None)
     app.state.gateway = gateway

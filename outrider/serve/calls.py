@@ -12,13 +12,13 @@ from outrider import catalog
 from outrider.core.inputs import InputError
 from outrider.serve.errors import of_input
 from outrider.serve.gateway import Gateway
-from outrider.serve.outputs import Choice, Part, usage_of
+from outrider.serve.outputs import OutputPart, OutputStream, usage_of
 from outrider.serve.service import Ticket
 from outrider.serve.sse import gone
 from outrider.serve.traces import attributes_of, events_of, texts_of
 
 Result = TypeVar("Result")
-Coming = asyncio.Queue[tuple[Choice, Part] | Exception | None]
+Coming = asyncio.Queue[tuple[OutputStream, OutputPart] | Exception | None]
 
 
 class ClientGone(Exception):
@@ -37,13 +37,13 @@ class Call:
     gateway: Gateway
     request: Request
     id: str
-    choices: Sequence[Choice]
+    choices: Sequence[OutputStream]
     error: str | None = None
     _began: float = field(default_factory=time.monotonic)
     _tickets: list[Ticket] = field(default_factory=list)
 
     @classmethod
-    def submit(cls, gateway: Gateway, request: Request, id: str, choices: Sequence[Choice]) -> "Call":
+    def submit(cls, gateway: Gateway, request: Request, id: str, choices: Sequence[OutputStream]) -> "Call":
         """Queue all outputs, or none. Raises ApiError if one cannot be run, or JobError if there is no room."""
         call = cls(gateway=gateway, request=request, id=id, choices=choices)
         try:
@@ -52,11 +52,11 @@ class Call:
             raise of_input(error) from None
         return call
 
-    def parts(self) -> AsyncIterator[tuple[Choice, Part]]:
+    def parts(self) -> AsyncIterator[tuple[OutputStream, OutputPart]]:
         """What comes, in the order in which it comes. Leaving early cancels the rest."""
         return self._of_one(self.choices[0], self._tickets[0]) if len(self._tickets) == 1 else self._of_many()
 
-    async def _of_many(self) -> AsyncIterator[tuple[Choice, Part]]:
+    async def _of_many(self) -> AsyncIterator[tuple[OutputStream, OutputPart]]:
         # What the client has not read stays in the tickets, which watch over slow clients.
         coming: Coming = asyncio.Queue(maxsize=1)
         pumps = [
@@ -79,7 +79,7 @@ class Call:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
 
-    async def _of_one(self, choice: Choice, ticket: Ticket) -> AsyncIterator[tuple[Choice, Part]]:
+    async def _of_one(self, choice: OutputStream, ticket: Ticket) -> AsyncIterator[tuple[OutputStream, OutputPart]]:
         """The parts of a single output: no task stands between the ticket and the reader."""
         try:
             async for event in ticket:
@@ -134,7 +134,7 @@ class Call:
             gateway.traces.add(request.headers, attributes, seconds=seconds, failed=failed, events=events)
 
 
-async def _pump(choice: Choice, ticket: Ticket, coming: Coming) -> None:
+async def _pump(choice: OutputStream, ticket: Ticket, coming: Coming) -> None:
     """Pass on the events of one output; at its end None, at its failure the error."""
     try:
         async for event in ticket:

@@ -19,7 +19,7 @@ from outrider.serve.formats import forced_tools
 from outrider.serve.gateway import Gateway, gateway_of
 from outrider.serve.jobs import check, choices_of, fitted, named
 from outrider.serve.openapi import POSTED, body_of
-from outrider.serve.outputs import Choice, Interval, Part, metrics_of, usage_of, usage_so_far
+from outrider.serve.outputs import Interval, OutputPart, OutputStream, metrics_of, usage_of, usage_so_far
 from outrider.serve.requests import ChatBody, NamedTool
 from outrider.serve.sse import BLANK, DONE, IDS, Form, event
 from outrider.serve.thinking import BehindThinking
@@ -81,8 +81,8 @@ class _Due:
         called: Whether the output has called a tool so far.
     """
 
-    choice: Choice
-    part: Part
+    choice: OutputStream
+    part: OutputPart
     begins: bool
     called: bool
 
@@ -106,7 +106,7 @@ class ChatAnswer:
     body: ChatBody
     id: str
     created: int
-    choices: Sequence[Choice]
+    choices: Sequence[OutputStream]
     call: Call
     hides: bool
 
@@ -258,7 +258,7 @@ class ChatAnswer:
 
     def _chunk(
         self,
-        choice: Choice,
+        choice: OutputStream,
         delta: dict[str, Any],
         logprobs: list[Any] | None,
         *,
@@ -276,7 +276,7 @@ class ChatAnswer:
 
     def _choice(
         self,
-        choice: Choice,
+        choice: OutputStream,
         said: dict[str, Any],
         logprobs: list[Any] | None,
         *,
@@ -294,13 +294,13 @@ class ChatAnswer:
             "stop_reason": choice.stop_reason if ended else None,
         }
 
-    def _reason(self, choice: Choice, calls: bool) -> str:
+    def _reason(self, choice: OutputStream, calls: bool) -> str:
         """Why an output ended. A call that was asked for by name ends like text."""
         if choice.finish_reason == "length":
             return "length"
         return "tool_calls" if calls and not isinstance(self.body.tool_choice, NamedTool) else "stop"
 
-    def _logprobs(self, part: Part) -> list[Any] | None:
+    def _logprobs(self, part: OutputPart) -> list[Any] | None:
         if not self.body.logprobs or self.hides:
             return None
         return list(

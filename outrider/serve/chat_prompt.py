@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from outrider.core.inputs import shown
 from outrider.serve.errors import refuse
 from outrider.serve.gateway import Gateway
-from outrider.serve.requests import ChatBody, Message, TokenizeBody
+from outrider.serve.requests import ChatBody, ChatMessage, TokenizeBody
 from outrider.serve.tools import REASONING
 
 OURS = ("chat_template", "add_generation_prompt", "continue_final_message")
@@ -18,7 +18,7 @@ TEXTS = ("text", "input_text", "output_text")
 """Types of parts that are text."""
 
 
-def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def messages_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """The messages. Raises ApiError for parts that are no text."""
     return [_message(each, f"messages.{i}") for i, each in enumerate(messages)]
 
@@ -63,7 +63,7 @@ def text_of(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
     return content if isinstance(content, str) else "".join(_part(e, f"{where}.{i}") for i, e in enumerate(content))
 
 
-def _message(message: Message, where: str) -> dict[str, Any]:
+def _message(message: ChatMessage, where: str) -> dict[str, Any]:
     found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     found |= {name: value for name, value in (message.model_extra or {}).items() if value is not None}
     content = None if message.content is None else text_of(message.content, f"{where}.content")

@@ -19,7 +19,7 @@ from outrider.serve.gateway import Gateway, gateway_of
 from outrider.serve.jobs import check, choices_of, fitted, named
 from outrider.serve.openapi import POSTED, body_of
 from outrider.serve.options import logprobs_of, most_tokens
-from outrider.serve.outputs import Choice, Interval, Part, metrics_of, usage_of, usage_so_far
+from outrider.serve.outputs import Interval, OutputPart, OutputStream, metrics_of, usage_of, usage_so_far
 from outrider.serve.requests import CompletionBody
 from outrider.serve.sse import BLANK, DONE, IDS, Form, event
 from outrider.serve.tokens import Offsets, OldLogprobs
@@ -65,7 +65,7 @@ class Completion:
     id: str
     created: int
     told: Sequence[Told]
-    choices: Sequence[Choice]
+    choices: Sequence[OutputStream]
     call: Call
     offsets: dict[int, Offsets] = field(default_factory=dict)
 
@@ -89,7 +89,7 @@ class Completion:
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
-        parts: list[list[Part]] = [[] for _ in self.choices]
+        parts: list[list[OutputPart]] = [[] for _ in self.choices]
         async for choice, part in self.call.parts():
             parts[choice.index].append(part)
         found = [self._choice(choice, self._opening(choice, parts[choice.index])) for choice in self.choices]
@@ -143,7 +143,7 @@ class Completion:
             found.append(Form(self._object([value])))
         return found
 
-    def _opening(self, choice: Choice, parts: Sequence[Part]) -> "_Opened":
+    def _opening(self, choice: OutputStream, parts: Sequence[OutputPart]) -> "_Opened":
         """What parts bring, behind the prompt if it is echoed."""
         found = _Opened.of(parts)
         if not self.body.echo:
@@ -156,7 +156,7 @@ class Completion:
             found.top = [*(_likeliest(each, self.body.logprobs) for each in told.scores.top), *found.top]
         return found
 
-    def _chunk(self, choice: Choice, opened: "_Opened", *, begins: bool = True) -> dict[str, Any]:
+    def _chunk(self, choice: OutputStream, opened: "_Opened", *, begins: bool = True) -> dict[str, Any]:
         ended = opened.ended or most_tokens(self.body) == 0
         found = self._choice(choice, opened, begins=begins, ended=ended)
         chunk = self._object([found])
@@ -167,7 +167,7 @@ class Completion:
             chunk["system_fingerprint"] = self.gateway.fingerprint
         return chunk
 
-    def _offsets(self, choice: Choice, opened: "_Opened") -> list[int]:
+    def _offsets(self, choice: OutputStream, opened: "_Opened") -> list[int]:
         """Where tokens begin in the text of an output, which is behind the prompt if it is echoed."""
         told, tokenizer = self.told[choice.prompt].text if self.body.echo else "", self.gateway.service.tokenizer
         if choice.index not in self.offsets:
@@ -180,7 +180,9 @@ class Completion:
         added = max(0, echoed.end - len(told))
         return [max(0, each - added) for each in found] + self.offsets[choice.index].add(opened.new)
 
-    def _choice(self, choice: Choice, opened: "_Opened", *, begins: bool = True, ended: bool = True) -> dict[str, Any]:
+    def _choice(
+        self, choice: OutputStream, opened: "_Opened", *, begins: bool = True, ended: bool = True
+    ) -> dict[str, Any]:
         body, told = self.body, self.told[choice.prompt]
         logprobs: OldLogprobs | None = None
         if body.logprobs is not None:
@@ -230,7 +232,7 @@ class _Opened:
     ended: bool
 
     @classmethod
-    def of(cls, parts: Sequence[Part]) -> "_Opened":
+    def of(cls, parts: Sequence[OutputPart]) -> "_Opened":
         tokens = [token for part in parts for token in part.tokens]
         return cls(
             text="".join(piece.text for part in parts for piece in part.pieces),

@@ -19,9 +19,9 @@ from outrider.serve.bodies import read
 from outrider.serve.errors import ApiError
 from outrider.serve.ids import request_id
 from outrider.serve.service import Service
-from outrider.serve.settings import Settings
+from outrider.serve.settings import HttpSettings
 from outrider.serve.tokens import Vocabulary
-from outrider.serve.tools import Reading
+from outrider.serve.tools import OutputParser
 
 if TYPE_CHECKING:
     from outrider.serve.traces import Traces
@@ -45,9 +45,9 @@ class Gateway:
     """
 
     service: Service
-    settings: Settings
+    settings: HttpSettings
     vocabulary: Vocabulary
-    reading: Reading
+    reading: OutputParser
     running: set[str] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
     unknown: set[str] = field(default_factory=set)
@@ -55,13 +55,13 @@ class Gateway:
     _fingerprints: dict[int, tuple[Parts, str]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, service: Service, settings: Settings, traces: "Traces | None" = None) -> "Gateway":
+    def of(cls, service: Service, settings: HttpSettings, traces: "Traces | None" = None) -> "Gateway":
         """The gateway of a service. Raises InputError for a response template that cannot be used."""
         return cls(
             service=service,
             settings=settings,
             vocabulary=Vocabulary(service.tokenizer, service.engine.parts.target.vocab_size),
-            reading=Reading.of(service.tokenizer, settings.response_template),
+            reading=OutputParser.of(service.tokenizer, settings.response_template),
             traces=traces,
         )
 

@@ -7,7 +7,7 @@ from outrider.engine.output import Times, Update
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speculation:
+class RequestSpeculation:
     """How the drafts of one request differ from those that the server was started for. None changes nothing.
 
     Attributes:
@@ -28,7 +28,7 @@ class Speculation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class OutputTask:
     """One output to make.
 
     Attributes:
@@ -47,14 +47,14 @@ class Job:
     prompt: tuple[int, ...]
     options: Generation = field(default_factory=Generation)
     priority: int = 0
-    speculation: Speculation = field(default_factory=Speculation)
+    speculation: RequestSpeculation = field(default_factory=RequestSpeculation)
     include_stop: bool = False
     deadline: float | None = None
     owner: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class StepOutput:
     """What a step brought for a job.
 
     Attributes:

@@ -18,12 +18,12 @@ from outrider.serve.errors import ApiError, of_input, refuse
 from outrider.serve.formats import field_of, grammar_of
 from outrider.serve.gateway import Gateway
 from outrider.serve.ids import request_id
-from outrider.serve.job import Job
+from outrider.serve.job import OutputTask
 from outrider.serve.options import check_keys, check_limits, generation_of, sampling_of
-from outrider.serve.outputs import Choice
+from outrider.serve.outputs import OutputStream
 from outrider.serve.requests import GenerationBody
 from outrider.serve.speculation import speculation
-from outrider.serve.tools import PlainReader, Reader
+from outrider.serve.tools import OutputReader, PlainReader
 
 Wrap = Callable[[Constraint, frozenset[int], Sequence[int]], Constraint]
 """Puts a constraint behind something, such as the reasoning, given the end tokens and a prompt."""
@@ -90,9 +90,9 @@ async def choices_of(
     id: str,
     prompts: Sequence[tuple[int, ...]],
     *,
-    reader: Callable[[Sequence[int]], Reader] | None = None,
+    reader: Callable[[Sequence[int]], OutputReader] | None = None,
     wrap: Wrap | None = None,
-) -> list[Choice]:
+) -> list[OutputStream]:
     """The outputs of a request, in the order of its answer: those of one prompt follow each other.
 
     Args:
@@ -105,7 +105,7 @@ async def choices_of(
     predicted = await _prediction(gateway, body)
     reads_raw = reader is not None or not body.skip_special_tokens
     hidden = frozenset[int]() if not body.skip_special_tokens else gateway.reading.hidden
-    found: list[Choice] = []
+    found: list[OutputStream] = []
     for place, prompt in enumerate(prompts):
         options = generation_of(body, gateway, room=service.max_context - len(prompt))
         options = replace(options, prediction=predicted)
@@ -113,7 +113,7 @@ async def choices_of(
             ends = service.engine.ends(options)
             options = replace(options, constraint=constraint if wrap is None else wrap(constraint, ends, prompt))
         for k in range(body.n):
-            job = Job(
+            job = OutputTask(
                 id=f"{id}-{len(found)}",
                 prompt=prompt,
                 options=replace(options, sampling=nth(sampling, k)),
@@ -124,7 +124,7 @@ async def choices_of(
                 deadline=began + service.limits.request_timeout,
             )
             found.append(
-                Choice(
+                OutputStream(
                     index=len(found),
                     prompt=place,
                     job=job,

@@ -9,7 +9,7 @@ from outrider.training.online.learning import Learning
 log = logging.getLogger("outrider.serve")
 
 
-class Learner:
+class OnlineLearner:
     """Keeps what a draft model does to learn apart from the requests that it learns from.
 
     Optimizer steps and snapshots are made in a thread of their own. The engine's thread only notes what a verification

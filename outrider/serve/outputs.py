@@ -8,13 +8,13 @@ from outrider.engine.output import Output, Times
 from outrider.engine.text import Ending
 from outrider.serve.errors import ApiError
 from outrider.serve.gateway import Gateway
-from outrider.serve.job import Event, Job
-from outrider.serve.tools import Piece, PlainReader, Reader
-from outrider.serve.usage import Tally, Usage, metrics, usage
+from outrider.serve.job import OutputTask, StepOutput
+from outrider.serve.tools import OutputReader, Piece, PlainReader
+from outrider.serve.usage import OutputTally, TokenUsage, metrics, usage
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class OutputPart:
     """What an event brings.
 
     Attributes:
@@ -30,9 +30,9 @@ class Part:
     top: Sequence[Mapping[int, float]]
     ended: bool = False
 
-    def joined(self, other: "Part") -> "Part":
+    def joined(self, other: "OutputPart") -> "OutputPart":
         """This part and the next one."""
-        return Part(
+        return OutputPart(
             pieces=joined([*self.pieces, *other.pieces]),
             tokens=[*self.tokens, *other.tokens],
             own=[*self.own, *other.own],
@@ -42,7 +42,7 @@ class Part:
 
 
 @dataclass(kw_only=True)
-class Choice:
+class OutputStream:
     """One output of a request; changes in place.
 
     Attributes:
@@ -57,11 +57,11 @@ class Choice:
 
     index: int
     prompt: int
-    job: Job
-    reader: Reader = field(default_factory=PlainReader)
+    job: OutputTask
+    reader: OutputReader = field(default_factory=PlainReader)
     raw: Ending | None = None
     tokens: list[int] = field(default_factory=list)
-    tally: Tally = field(default_factory=Tally)
+    tally: OutputTally = field(default_factory=OutputTally)
     reasoning_tokens: int = 0
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: str | int | None = None
@@ -73,7 +73,7 @@ class Choice:
         """Prompt tokens that needed no prefill."""
         return 0 if self.output is None else self.output.reused_tokens
 
-    def take(self, event: Event) -> Part:
+    def take(self, event: StepOutput) -> OutputPart:
         """What an event brings. Raises ApiError if the output was ended from outside."""
         update, self.times = event.update, event.times
         self.tokens += update.tokens
@@ -86,7 +86,9 @@ class Choice:
         if update.output is not None:
             self._end(update.output, event.stop_reason)
         pieces = self._read(update.tokens, update.text)
-        return Part(pieces=joined(pieces), tokens=update.tokens, own=own, top=top, ended=update.output is not None)
+        return OutputPart(
+            pieces=joined(pieces), tokens=update.tokens, own=own, top=top, ended=update.output is not None
+        )
 
     def _end(self, output: Output, stop_reason: str | int | None) -> None:
         if output.finish_reason not in ("stop", "length"):
@@ -125,10 +127,10 @@ class Interval:
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
-        self._held: Part | None = None
+        self._held: OutputPart | None = None
         self._first = True
 
-    def add(self, part: Part) -> Part | None:
+    def add(self, part: OutputPart) -> OutputPart | None:
         """What is to be sent now."""
         part = part if self._held is None else self._held.joined(part)
         self._held = part
@@ -138,7 +140,7 @@ class Interval:
         return part
 
 
-def usage_of(choices: Sequence[Choice]) -> Usage:
+def usage_of(choices: Sequence[OutputStream]) -> TokenUsage:
     """The numbers of tokens of a whole request. A prompt counts once, however many outputs it has."""
     prompts = {choice.prompt: choice for choice in reversed(choices)}.values()
     outputs = [choice.output for choice in choices if choice.output is not None]
@@ -152,12 +154,12 @@ def usage_of(choices: Sequence[Choice]) -> Usage:
     )
 
 
-def usage_so_far(choice: Choice) -> Usage:
+def usage_so_far(choice: OutputStream) -> TokenUsage:
     """The numbers of tokens of one output."""
     return usage(len(choice.job.prompt), len(choice.tokens), cached=choice.cached, reasoning=choice.reasoning_tokens)
 
 
-def metrics_of(gateway: Gateway, choices: Sequence[Choice]) -> dict[str, Any] | None:
+def metrics_of(gateway: Gateway, choices: Sequence[OutputStream]) -> dict[str, Any] | None:
     """The speed of a request; None if it has several outputs or nobody wants to know."""
     detail, one = gateway.settings.request_metrics, choices[0]
     if detail == "none" or len(choices) > 1 or one.output is None or one.times is None:

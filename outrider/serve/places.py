@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from outrider.core.inputs import InputError
 from outrider.serve.failures import QueueFull
-from outrider.serve.job import Job
+from outrider.serve.job import OutputTask
 from outrider.serve.limits import Limits
 
 
@@ -20,7 +20,7 @@ class _Place:
     waits: bool = True
 
 
-class Places:
+class QueueSlots:
     """The jobs in flight. Any thread may call; changes in place.
 
     Args:
@@ -58,7 +58,7 @@ class Places:
         """How many more jobs would be taken now."""
         return max(0, self._limits.max_queue + self._max_slots - len(self._places))
 
-    def take(self, jobs: Sequence[Job], *, retry_after: float | None = None) -> None:
+    def take(self, jobs: Sequence[OutputTask], *, retry_after: float | None = None) -> None:
         """Take a place for each of some jobs, or for none of them. Jobs for free slots do not count as waiting.
 
         Raises:

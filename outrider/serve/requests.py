@@ -74,7 +74,7 @@ class SpeculationBody(Body):
     policy: Literal["auto"] | None = None
 
 
-class Prediction(Body):
+class PredictionBody(Body):
     """A text that the output may repeat."""
 
     type: Literal["content"] = "content"
@@ -115,7 +115,7 @@ class GenerationBody(Body):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     speculation: SpeculationBody | bool | None = None
-    prediction: Prediction | None = None
+    prediction: PredictionBody | None = None
     priority: int = 0
     request_id: str | None = None
     user: str | None = None
@@ -137,7 +137,7 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool = True
 
 
-class Message(Body):
+class ChatMessage(Body):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -177,7 +177,7 @@ class NamedTool(Body):
 class ChatBody(GenerationBody):
     """The body of `POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -199,7 +199,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1)
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
     add_generation_prompt: bool = True

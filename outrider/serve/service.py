@@ -33,16 +33,14 @@ from outrider.serve.failures import JobError as JobError
 from outrider.serve.failures import QueueFull as QueueFull
 from outrider.serve.failures import SlowClient as SlowClient
 from outrider.serve.failures import TimedOut as TimedOut
-from outrider.serve.job import Event as Event
-from outrider.serve.job import Job as Job
-from outrider.serve.job import Speculation as Speculation
+from outrider.serve.job import OutputTask, RequestSpeculation
 from outrider.serve.limits import Limits as Limits
-from outrider.serve.places import Places
+from outrider.serve.places import QueueSlots
 from outrider.serve.renewal import Renewal
 from outrider.serve.templates import encode_chat
 from outrider.serve.ticket import Ticket as Ticket
-from outrider.serve.watch import Watch as Watch
-from outrider.serve.worker import Run, Worker
+from outrider.serve.watch import ServerStats
+from outrider.serve.worker import RunningTask, Worker
 
 State = Literal["ready", "draining", "stalled", "engine_dead"]
 LEARNS = "the drafter of this server learns from its requests, so nobody else replaces it"
@@ -103,12 +101,12 @@ class Service:
             if (reason := engine.refuses(offered)) is not None:
                 raise InputError(f"drafter {name!r} cannot be offered: {reason}")
         most = self.limits.max_queue_tokens
-        self.places = Places(
+        self.places = QueueSlots(
             self.limits,
             max_slots=engine.max_slots,
             max_tokens=8 * parts.target.max_context if most is None else most,
         )
-        self.watch = Watch(max_context=parts.target.max_context, depth=parts.length.limit(parts.length.open()))
+        self.watch = ServerStats(max_context=parts.target.max_context, depth=parts.length.limit(parts.length.open()))
         self._worker = Worker(engine, places=self.places, watch=self.watch)
         self._plain = NoDrafter() if engine.refuses(NoDrafter()) is None else None
         self._encoders = ThreadPoolExecutor(2, thread_name_prefix="outrider-encode")
@@ -169,7 +167,7 @@ class Service:
         self._compilers.close()
         self._loaders.shutdown(wait=False, cancel_futures=True)
 
-    def submit(self, jobs: Sequence[Job]) -> list[Ticket]:
+    def submit(self, jobs: Sequence[OutputTask]) -> list[Ticket]:
         """Queue all jobs, or none of them. Called on the event loop that reads the tickets.
 
         Raises:
@@ -204,11 +202,11 @@ class Service:
             InputError, JobError: As `submit` and `Ticket`.
         """
         options = Generation(max_new_tokens=0, prompt_logprobs=top, sampling=Sampling(temperature=0, seed=0))
-        job = Job(
+        job = OutputTask(
             id=f"score-{uuid.uuid4().hex}",
             prompt=tuple(prompt),
             options=options,
-            speculation=Speculation(enabled=False),
+            speculation=RequestSpeculation(enabled=False),
         )
         [ticket] = self.submit([job])
         try:
@@ -304,7 +302,7 @@ class Service:
     async def _in(self, pool: ThreadPoolExecutor, function: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(pool, function)
 
-    def _run(self, job: Job, loop: asyncio.AbstractEventLoop) -> Run:
+    def _run(self, job: OutputTask, loop: asyncio.AbstractEventLoop) -> RunningTask:
         """What the worker makes of a job. Raises InputError if it cannot be run."""
         asked = job.speculation
         self._check(asked)
@@ -319,7 +317,7 @@ class Service:
         newest = asked.drafter is None or (self._learns and asked.drafter == self.drafter)
         drafter = self._plain if off else None if newest else self.drafters[str(asked.drafter)]
         latest = time.monotonic() + self.limits.request_timeout
-        return Run(
+        return RunningTask(
             ticket=Ticket(job.id, loop, self.limits, self._worker.cancel),
             request=self.engine.request(job.prompt, id=job.id, options=options),
             deadline=latest if job.deadline is None else job.deadline,
@@ -327,7 +325,7 @@ class Service:
             stop_ids=frozenset(options.stop_token_ids),
         )
 
-    def _check(self, asked: Speculation) -> None:
+    def _check(self, asked: RequestSpeculation) -> None:
         """Raise InputError for drafts that the engine cannot make."""
         for name in ("max_tokens", "max_context"):
             value = getattr(asked, name)

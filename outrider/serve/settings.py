@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class HttpSettings:
     """The options of the HTTP layer. Limits are those of the service.
 
     Attributes:

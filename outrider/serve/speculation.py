@@ -5,7 +5,7 @@ from typing import Any
 
 from outrider.serve.bodies import checked
 from outrider.serve.errors import refuse
-from outrider.serve.job import Speculation
+from outrider.serve.job import RequestSpeculation
 from outrider.serve.requests import GenerationBody, SpeculationBody
 
 OFF = {"disable_spec_decode": True, "disable_speculative_decoding": True, "speculative": False}
@@ -14,10 +14,10 @@ DEPTH = "speculative.n_max"
 """llama.cpp's name for the deepest draft."""
 
 
-def speculation(body: GenerationBody) -> Speculation:
+def speculation(body: GenerationBody) -> RequestSpeculation:
     """The speculation of a request. Raises ApiError for a field that cannot be followed."""
     found = _given(body)
-    return Speculation(
+    return RequestSpeculation(
         enabled=found.enabled,
         max_tokens=found.max_tokens,
         drafter=found.drafter,

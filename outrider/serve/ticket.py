@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from outrider.serve.failures import JobError, SlowClient
-from outrider.serve.job import Event
+from outrider.serve.job import StepOutput
 from outrider.serve.limits import Limits
 
 OVERHEAD = 256
@@ -33,7 +33,7 @@ class Ticket:
         self.loop = loop
         self._limits = limits
         self._on_cancel = on_cancel
-        self._events: asyncio.Queue[Event | JobError] = asyncio.Queue()
+        self._events: asyncio.Queue[StepOutput | JobError] = asyncio.Queue()
         self._unsent = 0
         self._slow_since: float | None = None
         self._cancelled = False
@@ -43,7 +43,7 @@ class Ticket:
     def __aiter__(self) -> "Ticket":
         return self
 
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> StepOutput:
         if self._read:
             raise StopAsyncIteration
         found = await self._events.get()
@@ -62,7 +62,7 @@ class Ticket:
             self._cancelled = True
             self._on_cancel(self.id)
 
-    def put(self, event: Event | JobError) -> None:
+    def put(self, event: StepOutput | JobError) -> None:
         """Give the reader an event, or the error that ends the job. Called on the event loop alone."""
         if self._over:
             return
@@ -87,5 +87,5 @@ class Ticket:
         return now - self._slow_since > self._limits.slow_client_seconds
 
 
-def _size(event: Event) -> int:
+def _size(event: StepOutput) -> int:
     return OVERHEAD + len(event.update.text.encode())

@@ -38,7 +38,7 @@ class Piece:
 
 
 @runtime_checkable
-class Reader(Protocol):
+class OutputReader(Protocol):
     """Reads one output."""
 
     @property
@@ -196,7 +196,7 @@ class ReaderAround:
         inner: Tells reasoning, content and calls with marks apart.
     """
 
-    inner: Reader
+    inner: OutputReader
 
     @property
     def reasons(self) -> bool:
@@ -388,7 +388,7 @@ class Value:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class OutputParser:
     """How the outputs of a model are read.
 
     Attributes:
@@ -401,7 +401,7 @@ class Reading:
     name: str
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, given: Template | str | None) -> "Reading":
+    def of(cls, tokenizer: PreTrainedTokenizerBase, given: Template | str | None) -> "OutputParser":
         """The reading for a tokenizer.
 
         Args:
@@ -440,14 +440,14 @@ class Reading:
 
     def reader(
         self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]], forced: str | Literal[True] | None
-    ) -> Reader:
+    ) -> OutputReader:
         """A reader of one output.
 
         Args:
             tools: Tools that the model may call.
             forced: The function that a grammar forces; True for any of them.
         """
-        inner: Reader = PlainReader()
+        inner: OutputReader = PlainReader()
         if self.template is not None:
             text = str(self.tokenizer.decode(list(prompt), skip_special_tokens=False))
             inner = TemplateReader(self.tokenizer, self.template, text, tools)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from outrider.core.inputs import InputError, needs, shown
-from outrider.serve.outputs import Choice, usage_of
+from outrider.serve.outputs import OutputStream, usage_of
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -126,7 +126,7 @@ class Traces:
             shutdown()
 
 
-def attributes_of(id: str, path: str, model: str, verifier: str, choices: Sequence[Choice]) -> dict[str, Any]:
+def attributes_of(id: str, path: str, model: str, verifier: str, choices: Sequence[OutputStream]) -> dict[str, Any]:
     """The attributes of a request's span: what was asked, and what came. No prompt and no output is among them.
 
     Args:
@@ -164,7 +164,7 @@ class Texts:
     outputs: Sequence[str | None]
 
 
-def texts_of(choices: Sequence[Choice], tokenizer: PreTrainedTokenizerBase) -> Texts:
+def texts_of(choices: Sequence[OutputStream], tokenizer: PreTrainedTokenizerBase) -> Texts:
     """The prompts of a request, each once, and its outputs."""
     prompts = {choice.prompt: choice.job.prompt for choice in choices}
     return Texts(
@@ -193,7 +193,7 @@ def _asked(id: str, path: str) -> dict[str, Any]:
     }
 
 
-def _latencies(choices: Sequence[Choice]) -> dict[str, float]:
+def _latencies(choices: Sequence[OutputStream]) -> dict[str, float]:
     """Where the time of a request went, in seconds; what did not happen is left out."""
     times = [choice.times for choice in choices if choice.times is not None]
     queued = min((each.queued for each in times), default=None)
@@ -215,7 +215,7 @@ def _latencies(choices: Sequence[Choice]) -> dict[str, float]:
     }
 
 
-def _speculation(choices: Sequence[Choice], verifier: str) -> dict[str, Any]:
+def _speculation(choices: Sequence[OutputStream], verifier: str) -> dict[str, Any]:
     """How a request was drafted; nothing where nothing was."""
     drafted = [count for choice in choices for count in choice.tally.drafted]
     drafts = sum(count > 0 for count in drafted)

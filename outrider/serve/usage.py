@@ -10,7 +10,7 @@ from outrider.core.types import Step
 from outrider.decoding.protocol import Parts
 from outrider.drafters.none import NoDrafter
 from outrider.engine.output import Output, Times
-from outrider.serve.job import Speculation
+from outrider.serve.job import RequestSpeculation
 
 
 class PromptDetails(TypedDict):
@@ -27,7 +27,7 @@ class CompletionDetails(TypedDict):
     rejected_prediction_tokens: int
 
 
-class Usage(TypedDict):
+class TokenUsage(TypedDict):
     """Numbers of tokens."""
 
     prompt_tokens: int
@@ -39,14 +39,14 @@ class Usage(TypedDict):
 
 def usage(
     prompt: int, completion: int, *, cached: int = 0, reasoning: int = 0, accepted: int = 0, rejected: int = 0
-) -> Usage:
+) -> TokenUsage:
     """The numbers of tokens of a request.
 
     Args:
         accepted: Accepted draft tokens of the client's prediction.
         rejected: Rejected draft tokens of the client's prediction.
     """
-    return Usage(
+    return TokenUsage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
@@ -58,7 +58,7 @@ def usage(
 
 
 @dataclass(kw_only=True)
-class Tally:
+class OutputTally:
     """The steps of one output; changes in place.
 
     Attributes:
@@ -83,11 +83,11 @@ class Tally:
 
 
 def metrics(
-    tally: Tally,
+    tally: OutputTally,
     times: Times,
     output: Output,
     parts: Parts,
-    asked: Speculation,
+    asked: RequestSpeculation,
     detail: Literal["summary", "detailed"],
 ) -> dict[str, Any]:
     """The speed of one output. Times are milliseconds, with vLLM's meanings: the first token is timed from the start of
@@ -111,7 +111,7 @@ def metrics(
 
 
 def speculative(
-    tally: Tally, parts: Parts, asked: Speculation, detail: Literal["summary", "detailed"]
+    tally: OutputTally, parts: Parts, asked: RequestSpeculation, detail: Literal["summary", "detailed"]
 ) -> dict[str, Any] | None:
     """The speculation of one output in vLLM's fields; None if there is none. Steps that drafted nothing do not count.
 
@@ -134,12 +134,12 @@ def speculative(
     return found | {"per_step_accepted": accepted, "per_step_drafted": drafted} if detail == "detailed" else found
 
 
-def is_plain(parts: Parts, asked: Speculation) -> bool:
+def is_plain(parts: Parts, asked: RequestSpeculation) -> bool:
     """Whether nothing is drafted at all."""
     return isinstance(parts.drafter, NoDrafter) or asked.enabled is False or asked.max_tokens == 0
 
 
-def deepest(parts: Parts, asked: Speculation) -> int:
+def deepest(parts: Parts, asked: RequestSpeculation) -> int:
     """Deepest draft of a step."""
     most = getattr(parts.length, "most", None)
     found = int(most) if most is not None else parts.length.limit(parts.length.open())
@@ -157,7 +157,7 @@ def histogram(accepted: Sequence[int], depth: int) -> list[int]:
     return [counts[length] for length in range(depth + 1)]
 
 
-def _own(tally: Tally, output: Output, parts: Parts, asked: Speculation) -> dict[str, Any]:
+def _own(tally: OutputTally, output: Output, parts: Parts, asked: RequestSpeculation) -> dict[str, Any]:
     steps = len(tally.drafted)
     plain = tally.drafted.count(0)
     return {

@@ -72,7 +72,7 @@ def token_bounds(most: int) -> tuple[int, ...]:
     return tuple(digit * 10**power for power in range(12) for digit in (1, 2, 5) if digit * 10**power <= most)
 
 
-class Watch:
+class ServerStats:
     """What a server has done so far. Changes in place.
 
     Attributes:

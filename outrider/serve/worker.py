@@ -20,10 +20,10 @@ from outrider.engine.output import Output, Update
 from outrider.host.meanwhile import hand_over_by
 from outrider.host.threads import release_threads
 from outrider.serve.failures import EngineDead, JobError, TimedOut, of_request
-from outrider.serve.job import Event
-from outrider.serve.places import Places
+from outrider.serve.job import StepOutput
+from outrider.serve.places import QueueSlots
 from outrider.serve.ticket import Ticket
-from outrider.serve.watch import Watch
+from outrider.serve.watch import ServerStats
 
 log = logging.getLogger("outrider.serve")
 PAUSE = 0.5
@@ -33,7 +33,7 @@ REFRESH = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunningTask:
     """A job that the worker makes.
 
     Attributes:
@@ -53,7 +53,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class _Add:
-    runs: Sequence[Run]
+    runs: Sequence[RunningTask]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,17 +89,17 @@ class Worker:
         watch: The numbers that it counts.
     """
 
-    def __init__(self, engine: Engine, *, places: Places, watch: Watch) -> None:
+    def __init__(self, engine: Engine, *, places: QueueSlots, watch: ServerStats) -> None:
         self.heartbeat = time.monotonic()
         self.error: BaseException | None = None
         self._engine = engine
         self._places = places
         self._watch = watch
         self._intake: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, RunningTask] = {}
         self._sizes: dict[str, int] = {}
         self._deadlines: list[tuple[float, str]] = []
-        self._out: list[tuple[Ticket, Event | JobError]] = []
+        self._out: list[tuple[Ticket, StepOutput | JobError]] = []
         self._ended_by: JobError | None = None
         self._refreshed = 0.0
         self._handed_over = False
@@ -119,7 +119,7 @@ class Worker:
         self.heartbeat = time.monotonic()
         self._thread.start()
 
-    def add(self, runs: Sequence[Run]) -> None:
+    def add(self, runs: Sequence[RunningTask]) -> None:
         """Make some jobs."""
         self._post(_Add(runs=runs))
 
@@ -200,7 +200,7 @@ class Worker:
             for run in message.runs:
                 self._begin(run)
 
-    def _begin(self, run: Run) -> None:
+    def _begin(self, run: RunningTask) -> None:
         """Queue a job in the engine."""
         id = run.request.id
         self._runs[id], self._sizes[id] = run, len(run.request.prompt)
@@ -287,7 +287,7 @@ class Worker:
         """Hand all events to their event loops, one call for each loop. Those of a closed loop have no reader."""
         if not self._out:
             return
-        loops: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Event | JobError]]] = {}
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, StepOutput | JobError]]] = {}
         for ticket, event in self._out:
             loops.setdefault(ticket.loop, []).append((ticket, event))
         self._out = []
@@ -318,7 +318,7 @@ class Worker:
                             run.ticket.loop.call_soon_threadsafe(run.ticket.put, error)
 
 
-def _put(events: Sequence[tuple[Ticket, Event | JobError]]) -> None:
+def _put(events: Sequence[tuple[Ticket, StepOutput | JobError]]) -> None:
     """Give readers their events; on their event loop."""
     for ticket, event in events:
         ticket.put(event)
@@ -334,14 +334,14 @@ def _make(call: _Call) -> None:
         call.future.set_exception(error)
 
 
-def _event(run: Run, update: Update) -> Event:
+def _event(run: RunningTask, update: Update) -> StepOutput:
     times = update.times if update.output is None else update.output.times
     reason = None if update.output is None else update.output.stop_reason
     if isinstance(reason, int) and reason not in run.stop_ids:
         reason = None
     if times is None:
         raise RuntimeError(f"the engine gave no times for request {update.id}")
-    return Event(update=update, times=times, stop_reason=reason)
+    return StepOutput(update=update, times=times, stop_reason=reason)
 
 
 def _failure(output: Output) -> JobError:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from outrider.core.types import InputError
-from outrider.surgery.shape import Shape, config_of, num_parameters, shape_of
+from outrider.surgery.shape import ModelShape, config_of, num_parameters, shape_of
 
 NEAR = 0.15
 """How far the number of parameters of a shape may be from the wanted one, relatively."""
@@ -20,7 +20,7 @@ MULTIPLE = 16
 class Sized:
     """A shape and its number of parameters."""
 
-    shape: Shape
+    shape: ModelShape
     num_parameters: int
 
 
@@ -67,13 +67,13 @@ def _nearest(config: PreTrainedConfig, parameters: int, layers: int) -> Sized:
     return sized[best]
 
 
-def _shape(before: Shape, layers: int, width: int) -> Shape:
+def _shape(before: ModelShape, layers: int, width: int) -> ModelShape:
     """The shape of a width, in the target's proportions."""
     share = width / before.width
     groups, size = before.key_value_heads, before.heads // before.key_value_heads
     fitting = [n for n in range(1, before.heads + 1) if (n % groups == 0 or n % size == 0) and width % n == 0]
     heads = min(fitting or [groups], key=lambda n: abs(n - share * before.heads))
-    return Shape(
+    return ModelShape(
         layers=layers,
         width=width,
         heads=heads,

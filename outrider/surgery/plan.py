@@ -22,7 +22,7 @@ from outrider.lm.hf.open import as_lm
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from outrider.surgery.family import Sized
-from outrider.surgery.shape import Shape, config_of
+from outrider.surgery.shape import ModelShape, config_of
 
 WIDTHS = (1, 2, 3, 5, 9, 17)
 """Tokens of the target's forwards that are timed; what lies between is on a straight line."""
@@ -108,7 +108,7 @@ class Prospect:
         needed: The acceptance that would make it as fast as the best of all; None where even 1 is not enough.
     """
 
-    shape: Shape
+    shape: ModelShape
     num_parameters: int
     draft_seconds: float
     alpha: float
@@ -154,7 +154,9 @@ def prospects(
     return sorted(found, key=lambda each: -each.tokens_per_second)
 
 
-def random_draft(config: PreTrainedConfig, shape: Shape, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def random_draft(
+    config: PreTrainedConfig, shape: ModelShape, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
     """A model of a shape with random weights, to be timed."""
     kept = torch.random.get_rng_state()
     model = AutoModelForCausalLM.from_config(config_of(config, shape), dtype=dtype)

@@ -13,7 +13,7 @@ from outrider.core.types import InputError
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.surgery.importance import Importance, equal_importance, head_size, measure_importance, stream_norms
 from outrider.surgery.rebuilt import rebuilt
-from outrider.surgery.shape import Shape, config_of, shape_of
+from outrider.surgery.shape import ModelShape, config_of, shape_of
 from outrider.surgery.texts import Progress, Texts
 
 _ROLES = {
@@ -40,12 +40,14 @@ class PrunedShape:
     """
 
     model: PreTrainedModel
-    shape: Shape
+    shape: ModelShape
     layers: list[int]
     importance: Importance
 
 
-def prune_shape(model: PreTrainedModel, texts: Texts, shape: Shape, progress: Progress | None = None) -> PrunedShape:
+def prune_shape(
+    model: PreTrainedModel, texts: Texts, shape: ModelShape, progress: Progress | None = None
+) -> PrunedShape:
     r"""A copy of a model with fewer layers, heads, neurons or a narrower stream: the parts that matter on a text.
 
     `Importance` says how each part is measured. Layers are taken out whole. Heads and neurons are chosen in each layer
@@ -79,7 +81,7 @@ def prune_shape(model: PreTrainedModel, texts: Texts, shape: Shape, progress: Pr
     )
 
 
-def check_shape(config: PreTrainedConfig, shape: Shape) -> None:
+def check_shape(config: PreTrainedConfig, shape: ModelShape) -> None:
     """Raise InputError where `prune_shape` would, by the modules of a model alone: no weights are read or made."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).eval()
@@ -94,8 +96,8 @@ class _Cut:
     """Which parts of a model are kept."""
 
     model: PreTrainedModel
-    before: Shape
-    shape: Shape
+    before: ModelShape
+    shape: ModelShape
     importance: Importance
 
     @property

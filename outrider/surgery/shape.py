@@ -10,7 +10,7 @@ from outrider.core.types import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class ModelShape:
     """The sizes of a model.
 
     Attributes:
@@ -21,7 +21,7 @@ class Shape:
         feed_forward: Neurons of each layer.
 
     Example:
-        >>> print(Shape(layers=2, width=192, heads=3, key_value_heads=1, feed_forward=768))
+        >>> print(ModelShape(layers=2, width=192, heads=3, key_value_heads=1, feed_forward=768))
         2 layers x 192, 3 heads on 1, 768 neurons
     """
 
@@ -37,7 +37,7 @@ class Shape:
         return f"{depth} x {self.width}, {heads} on {self.key_value_heads}, {self.feed_forward} neurons"
 
 
-def shape_of(config: PreTrainedConfig) -> Shape:
+def shape_of(config: PreTrainedConfig) -> ModelShape:
     """The shape that a config describes. Raises InputError if it does not say all of it."""
     text = config.get_text_config(decoder=True)
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
@@ -46,7 +46,7 @@ def shape_of(config: PreTrainedConfig) -> Shape:
     if missing:
         raise InputError(f"the config of {config.model_type} does not say {', '.join(missing)}; its shape is not known")
     heads = int(text.num_attention_heads)
-    return Shape(
+    return ModelShape(
         layers=int(text.num_hidden_layers),
         width=int(text.hidden_size),
         heads=heads,
@@ -56,13 +56,13 @@ def shape_of(config: PreTrainedConfig) -> Shape:
 
 
 def smaller_shape(
-    before: Shape,
+    before: ModelShape,
     *,
     layers: int | None = None,
     width: int | None = None,
     heads: int | None = None,
     feed_forward: int | None = None,
-) -> Shape:
+) -> ModelShape:
     """A shape with some sizes lowered; None keeps a size.
 
     Heads that share keys and values stay equally many: fewer heads on the same keys and values, or fewer such groups,
@@ -72,7 +72,7 @@ def smaller_shape(
         InputError: A size is below 1 or above the one before, or so many heads cannot share keys and values.
 
     Example:
-        >>> big = Shape(layers=12, width=320, heads=8, key_value_heads=2, feed_forward=896)
+        >>> big = ModelShape(layers=12, width=320, heads=8, key_value_heads=2, feed_forward=896)
         >>> print(smaller_shape(big, layers=2, heads=6))
         2 layers x 320, 6 heads on 2, 896 neurons
         >>> smaller_shape(big, heads=1)
@@ -92,7 +92,7 @@ def smaller_shape(
             f"heads must be a multiple of {groups} or of {size} ({groups} groups of {size} share keys and values), "
             f"got {kept}"
         )
-    return Shape(
+    return ModelShape(
         layers=before.layers if layers is None else layers,
         width=before.width if width is None else width,
         heads=kept,
@@ -101,7 +101,7 @@ def smaller_shape(
     )
 
 
-def config_of(config: PreTrainedConfig, shape: Shape, kept_layers: list[int] | None = None) -> PreTrainedConfig:
+def config_of(config: PreTrainedConfig, shape: ModelShape, kept_layers: list[int] | None = None) -> PreTrainedConfig:
     """A config of another shape. The size of a head stays; lists with an entry per layer keep those of the kept layers.
 
     Args:

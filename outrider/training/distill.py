@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core.types import InputError
-from outrider.learning.batch import Batch, on_device
+from outrider.learning.batch import TrainBatch, on_device
 from outrider.learning.divergences import (
     CHUNK,
     HARD,
@@ -25,7 +25,7 @@ from outrider.learning.divergences import (
     divergence,
     over_top_rows,
 )
-from outrider.learning.learner import Judged, Learner, Loss
+from outrider.learning.learner import JudgedDrafts, Learner, Loss
 from outrider.learning.packing import along, check_apart
 from outrider.learning.top_rows import TopRows
 from outrider.lm.hf.anatomy import Anatomy
@@ -77,7 +77,7 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class States:
+class HiddenStateModel:
     """A model up to its output layer, so that logits can be made for some rows at a time.
 
     Attributes:
@@ -92,7 +92,7 @@ class States:
     ends: EmbeddingAndHead | None = None
 
     @classmethod
-    def find(cls, model: PreTrainedModel) -> "States":
+    def find(cls, model: PreTrainedModel) -> "HiddenStateModel":
         """The model in two parts. One whose output layer cannot be told apart has its logits for states."""
         below = model.base_model
         whole = cls(
@@ -150,7 +150,7 @@ class Distilled(Learner):
         self.dtype, self.tokenizer = dtype or model.dtype, tokenizer
         # Hidden in tuples, so that torch takes neither the target nor functions of the model for modules of this one.
         self._target = (target,)
-        self._states = (States.find(model), None if target is None else States.find(target))
+        self._states = (HiddenStateModel.find(model), None if target is None else HiddenStateModel.find(target))
         self._taps = 0 if target is None else Anatomy.of(target).num_layers
         theirs = self._states[1]
         if sampler is None and loss is not None and theirs is not None and theirs.ends is not None:
@@ -158,7 +158,7 @@ class Distilled(Learner):
         self._packed = False
         self._width = min(logit_width(each) for each in (model, target) if each is not None)
 
-    def forward(self, batch: Batch) -> Loss:
+    def forward(self, batch: TrainBatch) -> Loss:
         """The divergence of the rows that guess learnt tokens."""
         if self._sampler is not None:
             batch = self._sampler(self.model, batch)
@@ -196,19 +196,19 @@ class Distilled(Learner):
         if target is not None:
             check_apart(target, "the target")
 
-    def _along(self, states: States, batch: Batch) -> Float[Tensor, "rows length hidden"]:
+    def _along(self, states: HiddenStateModel, batch: TrainBatch) -> Float[Tensor, "rows length hidden"]:
         """A model's states along the texts of a batch."""
         if not self._packed:
             return states.of(batch.tokens, None)
         return along(lambda tokens, at: [states.packed(tokens, at)], batch)[0]
 
-    def _hidden(self, batch: Batch) -> Float[Tensor, "rows length hidden"]:
+    def _hidden(self, batch: TrainBatch) -> Float[Tensor, "rows length hidden"]:
         """The draft model's states below its output layer, as they are trained."""
         if self.positions is None:
             return self._along(self._states[0], batch)
         return self._states[0].of(batch.tokens, self.positions(batch))
 
-    def judged(self, batch: Batch, depth: int) -> Judged:
+    def judged(self, batch: TrainBatch, depth: int) -> JudgedDrafts:
         """Drafts along the texts of a batch. A row of a draft model depends on the tokens alone."""
         ours, theirs = self._states
         if theirs is None:
@@ -227,7 +227,7 @@ class Distilled(Learner):
         self, hidden: Float[Tensor, "n ours"], states: Float[Tensor, "n theirs"], labels: Int[Tensor, " n"]
     ) -> tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]:
         """The log-ratio of each label's probabilities, and whether the likeliest tokens of both models agree."""
-        ours, theirs = self._states[0], cast(States, self._states[1])
+        ours, theirs = self._states[0], cast(HiddenStateModel, self._states[1])
         ratios, agrees = [labels.new_zeros(0, dtype=torch.float32)], [labels.new_zeros(0, dtype=torch.bool)]
         for begin in range(0, len(labels), self._chunk):
             rows = slice(begin, begin + self._chunk)
@@ -244,7 +244,7 @@ class Distilled(Learner):
             write_tokenizer(self.tokenizer, folder)
 
     def _target_rows(
-        self, batch: Batch, places: tuple[Tensor, Tensor]
+        self, batch: TrainBatch, places: tuple[Tensor, Tensor]
     ) -> Callable[[Divergence, slice, Tensor], Float[Tensor, " rows"]]:
         """The divergence of some rows, from what was captured of the target, or from a forward of it now."""
         width = self._width
@@ -255,7 +255,7 @@ class Distilled(Learner):
             kept = batch.rows_of_target
             top = TopRows(tokens=kept.tokens[places], log_probs=kept.log_probs[places], log_rest=kept.log_rest[places])
             return lambda of, rows, draft: over_top_rows(of, top[rows], draft)
-        theirs = cast(States, self._states[1])
+        theirs = cast(HiddenStateModel, self._states[1])
         with torch.no_grad():
             if theirs.ends is not None and self._taps in batch.hidden:
                 states = theirs.ends.norm(batch.hidden[self._taps][places])
@@ -360,7 +360,7 @@ def _inputs(tokens: Int[Tensor, "rows length"], positions: Int[Tensor, "rows len
     return given
 
 
-def guessing(batch: Batch) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
+def guessing(batch: TrainBatch) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
     """The places whose logits guess learnt tokens: token j is guessed at j - 1."""
     rows, columns = batch.host.learnt[:, 1:].nonzero()
     return on_device(rows, batch.tokens.device), on_device(columns, batch.tokens.device)

@@ -63,7 +63,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class TrainEstimate:
     """Bytes on one device, and floating-point operations.
 
     Attributes:
@@ -119,7 +119,7 @@ def estimate(
     work: Work,
     *,
     target_bytes: int = 2,
-) -> Estimate:
+) -> TrainEstimate:
     """What it takes to train a draft model against a target.
 
     Args:
@@ -134,7 +134,7 @@ def estimate(
     width = max(_text(model).vocab_size for model in (trained, frozen) if model is not None)
     kept = work.num_tokens - chunk if worth_keeping(work.num_tokens, width) else 0
     backward = 3 * forward_flops(trained, work.length)
-    return Estimate(
+    return TrainEstimate(
         num_trained=num_trained,
         num_frozen=num_frozen,
         weights=(MASTER + copies) * num_trained // work.num_shards,
@@ -191,7 +191,7 @@ def forward_flops(model: PreTrainedModel, length: int) -> float:
     return 2 * total + 2 * width * length * text.num_hidden_layers
 
 
-def head_estimate(learner: HeadObjective, target: PreTrainedModel, work: Work, *, target_bytes: int) -> Estimate:
+def head_estimate(learner: HeadObjective, target: PreTrainedModel, work: Work, *, target_bytes: int) -> TrainEstimate:
     """What it takes to train a head against a target.
 
     Args:
@@ -216,7 +216,7 @@ def head_estimate(learner: HeadObjective, target: PreTrainedModel, work: Work, *
     kept = guessed + at_once if worth_keeping(at_once, width) else 0
     states = guessed * text.hidden_size * work.activation_bytes
     products = 3 * 2 * sum(p.numel() for p in inner) * passed + 4 * 2 * text.hidden_size * width * guessed
-    return Estimate(
+    return TrainEstimate(
         num_trained=num_trained,
         num_frozen=num_parameters(target),
         weights=(MASTER + copies) * num_trained // work.num_shards,
@@ -229,7 +229,7 @@ def head_estimate(learner: HeadObjective, target: PreTrainedModel, work: Work, *
     )
 
 
-def output_layer_advice(learner: HeadObjective, found: Estimate) -> str | None:
+def output_layer_advice(learner: HeadObjective, found: TrainEstimate) -> str | None:
     """What to do where the output layer takes most of what a head adds to the target; None where it does not, or where
     nothing can be done.
     """

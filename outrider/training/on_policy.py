@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from outrider.core.dice import Draws, PhiloxDice, Purpose, key_of, step_generator
-from outrider.learning.batch import PADDING, Batch
+from outrider.learning.batch import PADDING, TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Sampler:
     eos_ids: Sequence[int] = ()
 
     @torch.no_grad()
-    def __call__(self, model: PreTrainedModel, batch: Batch) -> Batch:
+    def __call__(self, model: PreTrainedModel, batch: TrainBatch) -> TrainBatch:
         """The batch with some of its rows continued by the model. What was captured along the old text is dropped."""
         chosen = [i for i, row in enumerate(batch.rows) if self._uniform(batch.step, row, Purpose.COIN) < self.share]
         if not chosen:
@@ -59,7 +59,7 @@ class Sampler:
             known=None,
         )
 
-    def _prompt(self, batch: Batch, i: int) -> int:
+    def _prompt(self, batch: TrainBatch, i: int) -> int:
         """How many tokens of a row stay."""
         first, length = int(batch.host.learnt[i].argmax()), int(batch.host.lengths[i])
         if first > 1:
@@ -68,7 +68,7 @@ class Sampler:
         return 1 + int(self._uniform(batch.step, batch.rows[i], Purpose.CUT) * half) if length > 2 else 1
 
     def _drawn(
-        self, model: PreTrainedModel, batch: Batch, chosen: Sequence[int], prompts: Sequence[int]
+        self, model: PreTrainedModel, batch: TrainBatch, chosen: Sequence[int], prompts: Sequence[int]
     ) -> list[Int[Tensor, " tokens"]]:
         """The continuation of each chosen row."""
         longest = max(prompts)

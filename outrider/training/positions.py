@@ -17,14 +17,14 @@ from torch import Tensor
 
 from outrider.core.dice import Purpose, step_generator
 from outrider.core.types import InputError
-from outrider.learning.batch import Batch, on_device
+from outrider.learning.batch import TrainBatch, on_device
 
 
 @runtime_checkable
 class Positions(Protocol):
     """The positions of a batch's tokens. A row's draws are keyed by the seed, the step and the number of the row."""
 
-    def __call__(self, batch: Batch) -> Int[Tensor, "rows length"]:
+    def __call__(self, batch: TrainBatch) -> Int[Tensor, "rows length"]:
         """The position of each token, padding included; each row increases."""
         ...
 
@@ -50,7 +50,7 @@ class RandomPadding:
     def __post_init__(self) -> None:
         _check_limit(self.limit)
 
-    def __call__(self, batch: Batch) -> Int[Tensor, "rows length"]:
+    def __call__(self, batch: TrainBatch) -> Int[Tensor, "rows length"]:
         """The positions of the tokens. Padding behind a text stays below the limit."""
         _check_room(batch, self.limit)
         first = []
@@ -85,7 +85,7 @@ class RandomGaps:
             if value < least:
                 raise InputError(f"{name} must be >= {least}, got {value}")
 
-    def __call__(self, batch: Batch) -> Int[Tensor, "rows length"]:
+    def __call__(self, batch: TrainBatch) -> Int[Tensor, "rows length"]:
         """The positions of the tokens. A text with no more tokens than `together` has no jump."""
         _check_room(batch, self.limit)
         width = batch.tokens.shape[1]
@@ -177,7 +177,7 @@ def _check_limit(limit: int) -> None:
         raise InputError(f"the number of positions must be >= 1, got {limit}")
 
 
-def _check_room(batch: Batch, limit: int) -> None:
+def _check_room(batch: TrainBatch, limit: int) -> None:
     longest = int(batch.host.lengths.max())
     if longest > limit:
         raise InputError(f"a text of {longest} tokens does not fit into {limit} positions; lower max_length")

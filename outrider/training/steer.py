@@ -17,13 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from outrider.core.dice import Purpose, step_generator
 from outrider.core.types import InputError
 from outrider.drafters.steering import CONFIG, Steering, SteeringConfig, read_steering, usual_taps, write_steering
-from outrider.learning.batch import Batch
+from outrider.learning.batch import TrainBatch
 from outrider.learning.divergences import CHUNK, Divergence
-from outrider.learning.learner import Judged, Loss
+from outrider.learning.learner import JudgedDrafts, Loss
 from outrider.learning.target_rows import states_along
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.steered import steered, up_projections
-from outrider.training.distill import Data, Distilled, States, distilled, guessing
+from outrider.training.distill import Data, Distilled, HiddenStateModel, distilled, guessing
 from outrider.training.positions import Positions
 
 
@@ -85,7 +85,7 @@ class Steered(Distilled):
                 "the draft model differs"
             )
 
-    def forward(self, batch: Batch) -> Loss:
+    def forward(self, batch: TrainBatch) -> Loss:
         """The divergence of the rows that guess learnt tokens, at an offset that is drawn for the step."""
         return super().forward(self._with_states(batch))
 
@@ -94,12 +94,12 @@ class Steered(Distilled):
         dice = step_generator(Purpose.AGE, seed=self._seed, step=step)
         return int(dice.integers(1, self._longest, endpoint=True))
 
-    def _hidden(self, batch: Batch) -> Float[Tensor, "rows length hidden"]:
+    def _hidden(self, batch: TrainBatch) -> Float[Tensor, "rows length hidden"]:
         at = None if self.positions is None else self.positions(batch)
         return self._steered(batch, self.offset(batch.step), at)
 
     def _steered(
-        self, batch: Batch, offset: int, at: Int[Tensor, "rows length"] | None
+        self, batch: TrainBatch, offset: int, at: Int[Tensor, "rows length"] | None
     ) -> Float[Tensor, "rows length hidden"]:
         """The draft model's states below its output layer, with the vectors of states that are so many tokens old."""
         taps = {tap: batch.hidden[tap].to(self.steering.gather.weight.dtype) for tap in self.steering.config.taps}
@@ -110,7 +110,7 @@ class Steered(Distilled):
             return self._states[0].of(batch.tokens, at)
 
     @torch.no_grad()
-    def judged(self, batch: Batch, depth: int) -> Judged:
+    def judged(self, batch: TrainBatch, depth: int) -> JudgedDrafts:
         """Drafts along the texts of a batch, which begin behind every learnt token.
 
         The i-th token of a draft is guessed with states that are i tokens old.
@@ -119,7 +119,7 @@ class Steered(Distilled):
         learnt = batch.learnt[:, 1:]
         if learnt.shape[1] < depth:
             empty = np.zeros((0, depth))
-            return Judged(log_ratios=empty, agrees=empty.astype(bool))
+            return JudgedDrafts(log_ratios=empty, agrees=empty.astype(bool))
         places, labels = guessing(batch), batch.tokens[:, 1:][learnt]
         states = self._target_states(batch)[places]
         ratios, agrees = [], []
@@ -131,7 +131,7 @@ class Steered(Distilled):
             agrees.append(equal.unfold(1, depth, 1)[..., number])
         # The first draft of a request stands behind a token that the target said.
         begins = learnt.unfold(1, depth, 1).all(-1) & batch.learnt[:, : learnt.shape[1] - depth + 1]
-        return Judged(
+        return JudgedDrafts(
             log_ratios=torch.stack(ratios, -1)[begins].double().cpu().numpy(),
             agrees=torch.stack(agrees, -1)[begins].cpu().numpy(),
         )
@@ -141,7 +141,7 @@ class Steered(Distilled):
         super().write(folder)
         write_steering(self.steering, folder, self.dtype)
 
-    def _with_states(self, batch: Batch) -> Batch:
+    def _with_states(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the target's states that are needed: captured ones, or those of a forward now."""
         wanted = {*self.steering.config.taps, *([self._taps] if self.divergence is not None else [])}
         captured = batch.logits_of_target is not None or batch.rows_of_target is not None
@@ -158,9 +158,9 @@ class Steered(Distilled):
         self._check_target_apart()
         self._packed = True
 
-    def _target_states(self, batch: Batch) -> Float[Tensor, "rows length hidden"]:
+    def _target_states(self, batch: TrainBatch) -> Float[Tensor, "rows length hidden"]:
         """The target's states below its output layer."""
-        theirs = cast(States, self._states[1])
+        theirs = cast(HiddenStateModel, self._states[1])
         if theirs.ends is not None:
             return theirs.ends.norm(batch.hidden[self._taps])
         return theirs.of(batch.tokens, None)

@@ -33,7 +33,7 @@ from outrider.training.data.documents import fingerprint_of
 from outrider.training.data.records import read_documents
 from outrider.training.data.regenerate import AnswerOptions, regenerate
 from outrider.training.data.shards import Captured, Contents
-from outrider.training.data.sources import Part
+from outrider.training.data.sources import DatasetPart
 from outrider.training.data.vllm_states import VllmStates
 from outrider.training.decoded import DecodedPrompts
 from outrider.training.distill import Data, distilled
@@ -48,9 +48,9 @@ from outrider.training.estimate import (
 from outrider.training.loop import processes
 from outrider.training.loop.checkpoint import make_folder, newest
 from outrider.training.loop.journal import read
-from outrider.training.loop.settings import Settings
+from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import FOLDER, Progress, Trained, claimed, place, settled, train
-from outrider.training.loop.watch import Watch, hold_out
+from outrider.training.loop.watch import Evaluation, hold_out
 from outrider.training.options import DataOptions, DistillOptions, SteerOptions, WatchOptions
 from outrider.training.positions import positions_of
 from outrider.training.steer import steered_learner
@@ -83,7 +83,7 @@ class TrainTask:
 
     target: str
     out: Path
-    settings: Settings = field(default_factory=Settings)
+    settings: TrainSettings = field(default_factory=TrainSettings)
     data: DataOptions
     watch: WatchOptions = field(default_factory=WatchOptions)
     drafter: str | None = None
@@ -91,7 +91,7 @@ class TrainTask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class TrainPlan:
     """What a run is about, beside its task.
 
     Attributes:
@@ -123,7 +123,7 @@ def train_head(spec: HeadSpec, options: HeadOptions, task: TrainTask, console: C
         InputError: An option is not allowed, the data cannot be read, or the folder holds another run.
     """
     options.check()
-    plan = Plan(
+    plan = TrainPlan(
         name=spec.name,
         learner=lambda context: spec.learner(options, context),
         divergence=options.divergence,
@@ -151,7 +151,9 @@ def distill(options: DistillOptions, task: TrainTask, console: Console | None = 
         )
 
     about = {"texts": options.texts, "positions": options.positions}
-    plan = Plan(name="model", learner=learner, divergence=options.divergence, about=about, regenerated=data.regenerated)
+    plan = TrainPlan(
+        name="model", learner=learner, divergence=options.divergence, about=about, regenerated=data.regenerated
+    )
     return train_drafter(plan, task, console)
 
 
@@ -177,7 +179,7 @@ def steer(options: SteerOptions, task: TrainTask, console: Console | None = None
     told = {
         name: value for name, value in options.identity().items() if name in ("rank", "taps", "frozen", "positions")
     }
-    plan = Plan(
+    plan = TrainPlan(
         name="steered",
         learner=learner,
         divergence=options.divergence,
@@ -192,7 +194,7 @@ def _texts(task: TrainTask) -> str:
     return "target" if task.data.regenerate else "fixed"
 
 
-def train_drafter(plan: Plan, task: TrainTask, console: Console | None = None) -> dict[str, Any]:
+def train_drafter(plan: TrainPlan, task: TrainTask, console: Console | None = None) -> dict[str, Any]:
     """Train a drafter as a plan says. Arguments and errors are those of `train_head`."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -210,7 +212,7 @@ def train_drafter(plan: Plan, task: TrainTask, console: Console | None = None) -
         return _trained(plan, task, device, console or Console(quiet=True))
 
 
-def _trained(plan: Plan, task: TrainTask, device: torch.device, console: Console) -> dict[str, Any]:
+def _trained(plan: TrainPlan, task: TrainTask, device: torch.device, console: Console) -> dict[str, Any]:
     """The same, once the folder is held."""
     settings, tokenizer = settled(task.settings, device), open_tokenizer(task.target)
     learnt, watched = _documents(plan, task, tokenizer, console=console)
@@ -245,7 +247,7 @@ def _trained(plan: Plan, task: TrainTask, device: torch.device, console: Console
     batches = Batches(
         learnt, batch_size=settings.batch_size, max_length=settings.max_length, seed=settings.seed, captured=captured
     )
-    watch = Watch(
+    watch = Evaluation(
         watched,
         depth=task.watch.depth,
         max_length=settings.max_length,
@@ -259,7 +261,7 @@ def _trained(plan: Plan, task: TrainTask, device: torch.device, console: Console
 
 
 def _decode(
-    plan: Plan,
+    plan: TrainPlan,
     task: TrainTask,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -282,7 +284,7 @@ def _decode(
     return prompts.block_efficiency
 
 
-def _estimated(plan: Plan, task: TrainTask, settings: Settings, device: torch.device) -> str:
+def _estimated(plan: TrainPlan, task: TrainTask, settings: TrainSettings, device: torch.device) -> str:
     """The memory and the hours that a run will take: from configs, a few documents and the time of a matrix product."""
     regenerated, data = plan.regenerated, task.data
     limit = SAMPLE if data.limit is None else min(SAMPLE, data.limit)
@@ -331,7 +333,7 @@ def _estimated(plan: Plan, task: TrainTask, settings: Settings, device: torch.de
 
 
 def _documents(
-    plan: Plan, task: TrainTask, tokenizer: PreTrainedTokenizerBase | None, *, console: Console
+    plan: TrainPlan, task: TrainTask, tokenizer: PreTrainedTokenizerBase | None, *, console: Console
 ) -> tuple[Sequence[Document], Sequence[Document]]:
     """The documents to learn from, and those to watch."""
     data, part = task.data, _part(task.data)
@@ -349,9 +351,9 @@ def _documents(
     return hold_out(corpus, HELD_OUT, seed=task.settings.seed)
 
 
-def _part(data: DataOptions) -> Part:
+def _part(data: DataOptions) -> DatasetPart:
     """The part of the corpus to read, and what it calls its fields."""
-    return Part(split=data.split, config=data.subset, columns=data.columns)
+    return DatasetPart(split=data.split, config=data.subset, columns=data.columns)
 
 
 def _answers(task: TrainTask, console: Console) -> Path:

@@ -23,7 +23,7 @@ from outrider.core.sampling import RowRule
 from outrider.core.texts import Before
 from outrider.core.types import Draft, Guess, Running, Sampling, ShortList
 from outrider.core.uploads import upload
-from outrider.lm.slots.chain import Drawn, Noise
+from outrider.lm.slots.chain import ChainNoise, DrawnTokens
 from outrider.trees.drawing import dice_over, draft_rule
 from outrider.trees.protocol import Tree
 from outrider.trees.shape import ChainLevel, chain_shape
@@ -45,7 +45,7 @@ class Whole(Protocol):
 
     def __call__(self, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]: ...
 
-    def draw(self, tokens: Int[Tensor, " n"], noise: Noise | None) -> Drawn | None:
+    def draw(self, tokens: Int[Tensor, " n"], noise: ChainNoise | None) -> DrawnTokens | None:
         """Draw a token behind each, by the given noise or the likeliest; None where this is not possible."""
         ...
 
@@ -64,7 +64,7 @@ class Chainer(Protocol):
 
 
 @runtime_checkable
-class ChainTree(Protocol):
+class SampledChain(Protocol):
     """A tree of one child per node, drawn from the node's row."""
 
     def picks(self, limits: Sequence[int], dice: Dice, device: torch.device) -> list[Pick]:
@@ -114,7 +114,7 @@ def chained(
     rule = draft_rule([samplings[i] for i in levels[0].owners], few, logits)
     # A point mass needs neither a row nor a draw. All levels have rows or none has: the first one has every request.
     chosen = isinstance(rule, RowRule) and rule.all_greedy
-    picks = [] if chosen else cast(ChainTree, tree).picks(lengths, dice_over(few, dice), device)
+    picks = [] if chosen else cast(SampledChain, tree).picks(lengths, dice_over(few, dice), device)
     for number, level in enumerate(levels):
         if number:
             above = tokens[-1] if level.above is None else tokens[-1][upload(level.above, device)]
@@ -172,7 +172,7 @@ def _in_one_go(
         uniforms = torch.cat([cast(InverseCdf, pick).uniforms for pick in picks[1:]])
         if index is not None:
             uniforms = uniforms.new_zeros(steps * count).index_copy_(0, index, uniforms)
-        noise = Noise(temperatures=temperatures, uniforms=uniforms.view(steps, count))
+        noise = ChainNoise(temperatures=temperatures, uniforms=uniforms.view(steps, count))
     drawn = cast(Whole, follow).draw(tokens, noise)
     if drawn is None:
         return None

@@ -12,7 +12,7 @@ from outrider.core.types import Draft, Verdict
 from outrider.verifiers.protocol import Decision, child_rows, ratio, upload
 from outrider.verifiers.token import TokenVerifier
 from outrider.verifiers.traits import CHAINS, StatedVerifier
-from outrider.verifiers.walk import Brood, Judged, Walk, brood, coins, decided, inner_nodes, owners
+from outrider.verifiers.walk import Brood, JudgedNodes, Walk, brood, coins, decided, inner_nodes, owners
 
 ROUNDS = 30
 """Most rounds of the search for the discount; about eight are enough."""
@@ -65,7 +65,7 @@ class KseqVerifier(StatedVerifier):
         return decided(draft, target_rows, _judge(draft, nodes, children, p), dice)
 
 
-def _judge(draft: Draft, nodes: Int[np.ndarray, " n"], children: Brood, p: Float[Tensor, "n vocab"]) -> Judged:
+def _judge(draft: Draft, nodes: Int[np.ndarray, " n"], children: Brood, p: Float[Tensor, "n vocab"]) -> JudgedNodes:
     """Nodes with these children and these rows of the target."""
     q = child_rows(draft, nodes, p)
     k = upload(children.counts[:, None], p.device).double()
@@ -74,7 +74,7 @@ def _judge(draft: Draft, nodes: Int[np.ndarray, " n"], children: Brood, p: Float
     chances = ratio(p.gather(1, x), q.gather(1, x).double() * rho)
     share = torch.where(beta > 0, _any(beta, k) / beta, 0.0)
     left = (p - torch.minimum(p / rho.to(p), q) * share.to(p)).clamp_min_(0)
-    return Judged(nodes=nodes, chances=chances, after=torch.where(left.sum(-1, keepdim=True) > 0, left, p))
+    return JudgedNodes(nodes=nodes, chances=chances, after=torch.where(left.sum(-1, keepdim=True) > 0, left, p))
 
 
 def discount(

@@ -20,7 +20,7 @@ from outrider.verifiers.protocol import (
 )
 from outrider.verifiers.token import one_by_one
 from outrider.verifiers.traits import CHAINS, StatedVerifier
-from outrider.verifiers.walk import Judged, decided, inner_nodes
+from outrider.verifiers.walk import JudgedNodes, decided, inner_nodes
 
 Probabilities = TypeVar("Probabilities", Float[np.ndarray, "..."], Float[Tensor, "..."])
 
@@ -62,7 +62,7 @@ class LenientVerifier(StatedVerifier):
         q = child_rows(draft, nodes, p)
         x = draft.tokens[upload(nodes + 1, p.device)][:, None]
         chances = ratio(self._raised(p.gather(1, x).double()), q.gather(1, x))
-        return decided(draft, target_rows, Judged(nodes=nodes, chances=chances, after=residual(p, q)), dice)
+        return decided(draft, target_rows, JudgedNodes(nodes=nodes, chances=chances, after=residual(p, q)), dice)
 
     def loosened(
         self, p: Float[np.ndarray, "requests depth"], q: Float[np.ndarray, "requests depth"]

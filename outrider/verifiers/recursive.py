@@ -11,7 +11,7 @@ from outrider.core.dice import Dice
 from outrider.core.types import Draft, Verdict
 from outrider.verifiers.protocol import Decision, child_rows, ratio, undrafted, upload
 from outrider.verifiers.traits import CHAINS, StatedVerifier
-from outrider.verifiers.walk import Brood, Judged, Walk, brood, coins, decided, inner_nodes, owners
+from outrider.verifiers.walk import Brood, JudgedNodes, Walk, brood, coins, decided, inner_nodes, owners
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class RecursiveVerifier(StatedVerifier):
             return undrafted(draft, target_rows, dice)
         children = brood(draft, owners(draft)[nodes], nodes)
         after, chances = _try(draft, nodes, children, target_rows.index_select(0, upload(nodes, target_rows.device)))
-        return decided(draft, target_rows, Judged(nodes=nodes, chances=chances, after=after), dice)
+        return decided(draft, target_rows, JudgedNodes(nodes=nodes, chances=chances, after=after), dice)
 
 
 def _try(

@@ -21,7 +21,7 @@ from outrider.verifiers.protocol import (
     upload,
 )
 from outrider.verifiers.traits import CHAINS, StatedVerifier
-from outrider.verifiers.walk import Judged, decided, inner_nodes
+from outrider.verifiers.walk import JudgedNodes, decided, inner_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class TokenVerifier(StatedVerifier):
         p = target_rows.index_select(0, upload(nodes, target_rows.device))
         q = child_rows(draft, nodes, p)
         x = draft.tokens[upload(nodes + 1, p.device)][:, None]
-        judged = Judged(nodes=nodes, chances=ratio(p.gather(1, x), q.gather(1, x)), after=residual(p, q))
+        judged = JudgedNodes(nodes=nodes, chances=ratio(p.gather(1, x), q.gather(1, x)), after=residual(p, q))
         return decided(draft, target_rows, judged, dice)
 
 

@@ -11,7 +11,7 @@ from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.types import Draft, Verdict
 from outrider.verifiers.protocol import Decision, child_rows, ratio, upload
 from outrider.verifiers.traits import CHAINS, StatedVerifier
-from outrider.verifiers.walk import Brood, Judged, Walk, brood, child_with, coins, followed, inner_nodes, owners
+from outrider.verifiers.walk import Brood, JudgedNodes, Walk, brood, child_with, coins, followed, inner_nodes, owners
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class TopPlusOneVerifier(StatedVerifier):
         walk.stop(stopped, drawn[upload(np.flatnonzero(~hits.any(1)), drawn.device)])
 
 
-def _judge(draft: Draft, nodes: Int[np.ndarray, " n"], children: Brood, p: Float[Tensor, "n vocab"]) -> Judged:
+def _judge(draft: Draft, nodes: Int[np.ndarray, " n"], children: Brood, p: Float[Tensor, "n vocab"]) -> JudgedNodes:
     """The chance of the drawn child, which is the last, of nodes with these children and these rows of the target."""
     final = children.counts - 1
     q = child_rows(draft, nodes, p)
@@ -98,4 +98,4 @@ def _judge(draft: Draft, nodes: Int[np.ndarray, " n"], children: Brood, p: Float
     x = draft.tokens[upload(children.nodes[np.arange(len(final)), final], q.device)][:, None]
     chances = ratio(p.gather(1, x), q.gather(1, x))
     left = (p - q).clamp_min_(0)
-    return Judged(nodes=nodes, chances=chances, after=torch.where(left.sum(-1, keepdim=True) > 0, left, p))
+    return JudgedNodes(nodes=nodes, chances=chances, after=torch.where(left.sum(-1, keepdim=True) > 0, left, p))

@@ -126,7 +126,7 @@ def coins(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class JudgedNodes:
     """Nodes with children, judged before it is known which of them a walk reaches.
 
     Attributes:
@@ -150,7 +150,7 @@ def owners(draft: Draft) -> Int[np.ndarray, " nodes"]:
     return np.repeat(np.arange(draft.num_requests), np.diff(draft.offsets))
 
 
-def decided(draft: Draft, target_rows: Float[Tensor, "nodes vocab"], judged: Judged, dice: Dice) -> Decision:
+def decided(draft: Draft, target_rows: Float[Tensor, "nodes vocab"], judged: JudgedNodes, dice: Dice) -> Decision:
     """Throw all coins at once, and follow from each root the children that are accepted. Nothing waits for the device.
 
     The coins and draws are those of a walk that throws them in turn.
@@ -168,7 +168,7 @@ def decided(draft: Draft, target_rows: Float[Tensor, "nodes vocab"], judged: Jud
     return Decision(last=last, next_tokens=dice.pick(weights, draws))
 
 
-def _tossed(draft: Draft, judged: Judged, dice: Dice) -> Int[Tensor, " n"]:
+def _tossed(draft: Draft, judged: JudgedNodes, dice: Dice) -> Int[Tensor, " n"]:
     """For each judged node the child that is accepted, or the node itself."""
     requests = owners(draft)[judged.nodes]
     children = brood(draft, requests, judged.nodes)

@@ -8,7 +8,7 @@ import pytest
 import outrider
 from outrider import Sampling
 from outrider.bench.compare import SPECULATIVE, Comparison, TimedRun, compare
-from outrider.bench.runs import Conditions, Job, on_engine, on_transformers
+from outrider.bench.runs import Conditions, PromptBatch, on_engine, on_transformers
 from outrider.bench.workload import Question
 
 
@@ -53,8 +53,8 @@ def test_transformers_and_the_engine_say_the_same_alone_and_in_a_padded_batch(en
     asked = tuple(Question(id=text, category="", tokens=tuple(engine.encode(text))) for text in texts)
     conditions = Conditions(max_new_tokens=8, temperature=0.0, ignore_eos=True)
     model = engine.parts.target.model
-    ours = on_engine(engine, Job(questions=asked), conditions)
-    together = on_transformers(model, Job(questions=asked), conditions)
+    ours = on_engine(engine, PromptBatch(questions=asked), conditions)
+    together = on_transformers(model, PromptBatch(questions=asked), conditions)
     assert [list(tokens) for tokens in ours.tokens] == [list(tokens) for tokens in together.tokens]
     assert together.forwards == 8
     assert ours.digest == together.digest

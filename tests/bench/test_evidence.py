@@ -5,7 +5,7 @@ import pytest
 
 from outrider import InputError
 from outrider.bench.claims import FOREVER, Paper, hours_left
-from outrider.bench.evidence import Estimate, Row, Sums, gain
+from outrider.bench.evidence import IntervalEstimate, Row, Sums, gain
 
 
 def made(method: str, prompt: str, tokens: int, steps: int, seed: int = 0) -> Row:
@@ -17,7 +17,7 @@ def test_sums_are_plain_sums_and_resamples_are_shared_by_all_methods():
     sums = Sums(rows)
     assert sums.get("a", "tokens")[0] == 50
     assert set(sums.get("a", "tokens")) == {20, 50, 80}
-    assert gain(sums.ratio("b", "tokens", "steps"), sums.ratio("a", "tokens", "steps")) == Estimate(
+    assert gain(sums.ratio("b", "tokens", "steps"), sums.ratio("a", "tokens", "steps")) == IntervalEstimate(
         value=100.0, low=100.0, high=100.0
     )
 
@@ -30,7 +30,7 @@ def test_seeds_are_resampled_within_prompts():
 def test_the_interval_of_a_mean_is_the_one_that_theory_gives():
     values = np.random.default_rng(0).normal(5, 2, 200)
     rows = [made("a", str(i), value, 1) for i, value in enumerate(values)]
-    found = Estimate.of(Sums(rows).ratio("a", "tokens", "steps"))
+    found = IntervalEstimate.of(Sums(rows).ratio("a", "tokens", "steps"))
     half = 1.96 * values.std() / np.sqrt(200)
     assert found.value == pytest.approx(values.mean())
     assert found.high - found.low == pytest.approx(2 * half, rel=0.1)
@@ -43,7 +43,7 @@ def test_rows_that_are_not_complete_are_refused():
 
 @pytest.mark.parametrize(("low", "high", "holds"), [(0.1, 2, True), (-2, -0.1, False), (-1, 1, None)])
 def test_a_claim_holds_only_with_its_whole_interval_and_enough_prompts(low, high, holds):
-    paper, ours = Paper(name="", url=""), Estimate(value=0, low=low, high=high)
+    paper, ours = Paper(name="", url=""), IntervalEstimate(value=0, low=low, high=high)
     for prompts in (8, 7):
         sums = Sums([made("a", str(i), 1, 1) for i in range(prompts)])
         found = paper.claim("", ours, num_prompts=sums.num_prompts, published=1, unit="", least=0)
@@ -83,7 +83,7 @@ def test_halves_add_up_to_the_whole():
 
 
 def judged(value: float, low: float, high: float, **more: object):
-    ours = Estimate(value=value, low=low, high=high)
+    ours = IntervalEstimate(value=value, low=low, high=high)
     return Paper(name="", url="").claim("", ours, num_prompts=9, published=None, unit="", **more)
 
 
@@ -94,7 +94,7 @@ def test_an_undecided_claim_says_how_much_longer_and_a_decided_one_whether_it_is
     assert (judged(1, 0.4, 2, least=0.0).holds, judged(1, 0.4, 2, least=0.0).clear) == (True, False)
     assert judged(1, 0.6, 2, least=0.0).clear
     assert judged(4, 3, 4.4, most=5.0).clear
-    assert hours_left(Estimate(value=0.0, low=-1, high=1), 0.0, 1.0) == FOREVER
+    assert hours_left(IntervalEstimate(value=0.0, low=-1, high=1), 0.0, 1.0) == FOREVER
 
 
 def test_crossed_seeds_are_drawn_once_for_all_prompts():

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from outrider.bench.evidence import Estimate, Row
+from outrider.bench.evidence import IntervalEstimate, Row
 from outrider.bench.figures import Figures
 from outrider.bench.folder import folder
-from outrider.bench.runs import Conditions, Job, on_engine
+from outrider.bench.runs import Conditions, PromptBatch, on_engine
 from outrider.bench.texts import log_ratios
 from outrider.bench.trial import Bench, Method, Setting
 from outrider.theory.coverage import coverage
@@ -39,10 +39,10 @@ def test_texts_that_are_easy_for_one_method_alone_cancel():
             ease = dice.uniform(10, 40)
             rows.append(row(method, [counted(str(prompt), share * ease, ease)]))
     figures = Figures([TREE, other, *CHAINS], rows)
-    quotient = Estimate.of(figures.efficiency("other") / figures.efficiency("tree"))
+    quotient = IntervalEstimate.of(figures.efficiency("other") / figures.efficiency("tree"))
     assert quotient.value == pytest.approx(0.8 / 0.7)
     assert quotient.high - quotient.low < 1e-9
-    thrown = Estimate.of(figures.thrown("other") / figures.thrown("tree"))
+    thrown = IntervalEstimate.of(figures.thrown("other") / figures.thrown("tree"))
     assert thrown.high - thrown.low > 0.1
     assert figures.thrown("token 2") is None
     chain = figures.efficiency("token 2")
@@ -74,7 +74,7 @@ def bench():
 def test_greedy_chains_take_the_steps_that_their_texts_tell(bench):
     """At temperature 0 nothing is random: a run's own count is the expectation."""
     method = Method(name="greedy", length="fixed:3", temperature=0.0, deepest=3)
-    job = Job(questions=tuple(bench.questions(4)))
+    job = PromptBatch(questions=tuple(bench.questions(4)))
     made = on_engine(bench.engine(method), job, Conditions(max_new_tokens=24, temperature=0.0))
     parts = bench.first.parts
     for question, output in zip(job.questions, made.outputs, strict=True):

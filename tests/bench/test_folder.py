@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import pytest
 
 from outrider import InputError
+from outrider.bench.evidence import IntervalEstimate
 from outrider.bench.folder import folder, read_rows
-from outrider.bench.plot import Bars, Curve, Estimate, Panel
+from outrider.bench.plot import Bars, Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import turns
 
@@ -122,7 +123,7 @@ def test_a_file_in_the_place_of_the_folder_is_one_sentence(tmp_path):
 
 
 def test_the_report_stands_alone_and_shows_what_was_found(tmp_path):
-    estimate = Estimate(value=1.0, low=0.5, high=2.0)
+    estimate = IntervalEstimate(value=1.0, low=0.5, high=2.0)
     findings = Findings(
         tables=[Table(title="A <table>", text="Before it.", head=("h",), lines=[["<cell>"]]), Table(text="Only text.")],
         panels=[

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from outrider import InputError
-from outrider.bench.evidence import Estimate, Row
+from outrider.bench.evidence import IntervalEstimate, Row
 from outrider.bench.step_seconds import StepSeconds
 
 SECONDS = (1.0, 1.1, 1.2, 1.5, 2.0, 2.2, 2.5, 3.0)
@@ -33,7 +33,7 @@ def test_a_slow_while_and_a_disturbed_run_cancel():
         rows += [timed(m, job, slow * s * dice.normal(1, 0.01)) for m, s in zip("abcdefgh", SECONDS, strict=True)]
     rows[0]["profile"]["target"] *= 50
     times = StepSeconds(rows, {})
-    found = Estimate.of(times.of("b") / times.of("a"))
+    found = IntervalEstimate.of(times.of("b") / times.of("a"))
     assert found.low < 1.1 < found.high
     assert found.high - found.low < 0.03
     assert times.of("h")[0] / times.of("a")[0] == pytest.approx(3, rel=0.02)

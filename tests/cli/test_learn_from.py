@@ -13,10 +13,10 @@ from outrider.cli.serve import ServeOptions, renewal_of
 from outrider.core.inputs import InputError
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_HEAD, EMBEDDED_TARGET
 from outrider.handoff.export import export
-from outrider.handoff.order import Order
+from outrider.handoff.order import ExportRequest
 from outrider.serve.answers_log import line_of
-from outrider.serve.settings import Settings
-from outrider.serve.vllm.launch import Launch, Speculation
+from outrider.serve.settings import HttpSettings
+from outrider.serve.vllm.launch import Launch, VllmSpeculation
 from outrider.serve.vllm.options import EngineOptions
 from outrider.serve.vllm.process import VllmProcess
 from outrider.serve.vllm.python import VllmPython
@@ -46,7 +46,7 @@ def test_a_server_of_ours_keeps_answers_teaches_with_them_and_takes_the_weights(
     setup = Setup(dtype="float32", probe=False, length="fixed:3")
     engine: outrider.Engine = loaded(length="fixed:3")
     renewal = renewal_of(setup, ServeOptions(), engine, "model")
-    settings = Settings(admin_key="admin", answers=tmp_path / "answers.jsonl")
+    settings = HttpSettings(admin_key="admin", answers=tmp_path / "answers.jsonl")
     with serving(engine, settings, renewal=renewal, drafter="model") as url:
         for prompt in ("Once upon a time", "One day"):
             body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "stream": prompt == "One day"}
@@ -65,7 +65,9 @@ def test_a_server_of_ours_keeps_answers_teaches_with_them_and_takes_the_weights(
 
 def test_a_vllm_by_itself_takes_weights_from_a_file(tmp_path):
     python = VllmPython.of(fake_python(tmp_path / "fake"))
-    launch = Launch(target="t", names=("mine",), updates_weights=True, speculation=Speculation(method="draft_model"))
+    launch = Launch(
+        target="t", names=("mine",), updates_weights=True, speculation=VllmSpeculation(method="draft_model")
+    )
     save_file(load_file(EMBEDDED_DRAFT / "model.safetensors"), tmp_path / "model.safetensors")
     with VllmProcess(python, launch) as process:
         assert swapped(task_of(process.remote.url, tmp_path))
@@ -83,7 +85,7 @@ def test_a_vllm_by_itself_takes_weights_from_a_file(tmp_path):
 
 def test_a_head_that_learnt_is_exported_before_vllm_gets_its_weights(tmp_path):
     python = VllmPython.of(fake_python(tmp_path / "fake"))
-    launch = Launch(target="t", names=("mine",), updates_weights=True, speculation=Speculation(method="eagle"))
+    launch = Launch(target="t", names=("mine",), updates_weights=True, speculation=VllmSpeculation(method="eagle"))
     head = f"eagle:path={EMBEDDED_HEAD}"
     shutil.copytree(EMBEDDED_HEAD, tmp_path / "learnt")
     own = load_file(EMBEDDED_HEAD / "model.safetensors")
@@ -92,7 +94,9 @@ def test_a_head_that_learnt_is_exported_before_vllm_gets_its_weights(tmp_path):
         own | {"embed_tokens.weight": load_file(EMBEDDED_TARGET / "model.safetensors")["model.embed_tokens.weight"]},
         tmp_path / "learnt" / "model.safetensors",
     )
-    made = export(Order(to="vllm", target=str(EMBEDDED_TARGET), drafter=head, out=tmp_path / "made", measure=False))
+    made = export(
+        ExportRequest(to="vllm", target=str(EMBEDDED_TARGET), drafter=head, out=tmp_path / "made", measure=False)
+    )
     with VllmProcess(python, launch) as process:
         assert swapped(task_of(process.remote.url, tmp_path / "learnt", head))
         steps = process.remote.get("/seen")["steps"]

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from outrider.core import progress
 from outrider.core.deadline import ENDLESS, Deadline
-from outrider.core.progress import PATIENCE, PERIOD, Display, Task
+from outrider.core.progress import PATIENCE, PERIOD, Display, ProgressTask
 
 
 class Clock:
@@ -27,7 +27,7 @@ def lines_of(seconds: float, tasks: dict[float, str]) -> list[tuple[float, str]]
         if clock.now in tasks:
             if current is not None:
                 display.remove(current)
-            current = Task(tasks[clock.now], None, "")
+            current = ProgressTask(tasks[clock.now], None, "")
             current.began = clock.now
             display.add(current)
         display.look()
@@ -53,7 +53,7 @@ def test_a_new_task_is_named_after_five_seconds_of_silence_and_short_ones_do_not
 def test_a_line_says_how_far_all_tasks_are():
     clock, said = Clock(), list[str]()
     display = Display(terminal=False, say=said.append, clock=clock)
-    for task in (Task("is it lossless?", 3, "configurations"), Task("greedy texts", None, "tokens")):
+    for task in (ProgressTask("is it lossless?", 3, "configurations"), ProgressTask("greedy texts", None, "tokens")):
         task.began = 0.0
         task.advance(2)
         display.add(task)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core.sampling import to_rows
-from outrider.core.texts import Before, Text, climbed, texts_table
+from outrider.core.texts import Before, CommittedText, climbed, texts_table
 from outrider.core.types import Sampling
 
 VOCAB, CPU = 40, torch.device("cpu")
@@ -44,7 +44,7 @@ def test_rows_of_trees_are_penalised_by_their_definition_step_after_step(seed, s
     generator = torch.Generator().manual_seed(seed)
     prompts = [[5, 9, 5], [1], [7, 7], [0, 3]]
     committed = [list(prompt) for prompt in prompts]
-    texts = [Text(tokens=own, num_prompt=len(prompt)) for own, prompt in zip(committed, prompts, strict=True)]
+    texts = [CommittedText(tokens=own, num_prompt=len(prompt)) for own, prompt in zip(committed, prompts, strict=True)]
     for more in steps:
         chosen = sorted(data.draw(st.sets(st.integers(0, 3), min_size=1)))
         for own in committed:
@@ -72,7 +72,7 @@ def test_rows_of_trees_are_penalised_by_their_definition_step_after_step(seed, s
 
 
 def test_a_step_uploads_new_tokens_alone(monkeypatch):
-    texts = [Text(tokens=list(range(30)), num_prompt=30), Text(tokens=[1, 2], num_prompt=1)]
+    texts = [CommittedText(tokens=list(range(30)), num_prompt=30), CommittedText(tokens=[1, 2], num_prompt=1)]
     texts_table(texts, CPU, VOCAB, counted=True)
     sizes = []
     monkeypatch.setattr(
@@ -92,14 +92,14 @@ def test_a_step_uploads_new_tokens_alone(monkeypatch):
 
 @pytest.mark.parametrize("length", [63, 64, 65, 300])
 def test_the_room_for_tokens_grows(length):
-    text = Text(tokens=[0], num_prompt=1)
+    text = CommittedText(tokens=[0], num_prompt=1)
     texts_table([text], CPU, 400, counted=False)
     text.tokens.extend(range(1, length))
     assert set(texts_table([text], CPU, 400, counted=False).ids[0].tolist()) == set(range(length))
 
 
 def test_a_text_that_goes_on_elsewhere_leaves_the_first_as_it_is():
-    text = Text(tokens=[4, 5], num_prompt=1)
+    text = CommittedText(tokens=[4, 5], num_prompt=1)
     texts_table([text], CPU, VOCAB, counted=True)
     other = texts_table([text.followed_by([4, 5, 6])], CPU, VOCAB, counted=True)
     assert set(other.ids[0].tolist()) == {4, 5, 6}
@@ -107,7 +107,7 @@ def test_a_text_that_goes_on_elsewhere_leaves_the_first_as_it_is():
 
 
 def test_a_whole_text_grows_with_its_tokens():
-    text = Text(tokens=[4, 5], num_prompt=1)
+    text = CommittedText(tokens=[4, 5], num_prompt=1)
     assert text.whole(CPU).tolist() == [4, 5]
     text.tokens.extend(range(10))
     assert text.whole(CPU).tolist() == text.tokens

@@ -10,7 +10,7 @@ import torch
 import outrider.decoding.step as step
 from outrider.core.types import Request, Timing
 from outrider.decoding.both import at_once, in_turn
-from outrider.decoding.clock import Clock, EventClock, clock_on
+from outrider.decoding.clock import EventClock, StepClock, clock_on
 from outrider.decoding.progress import begin, end, prefill
 from outrider.lengths.costs import CostTable
 from outrider.lengths.experience import Experience
@@ -157,7 +157,7 @@ def test_at_once_a_drafter_on_the_host_overlaps_with_the_device():
 
 def test_on_a_cpu_the_host_keeps_the_time():
     clock = clock_on(torch.device("cpu"))
-    assert type(clock) is Clock
+    assert type(clock) is StepClock
     assert type(clock.timing) is Timing
 
 

@@ -10,7 +10,7 @@ from outrider.core.dice import PhiloxDice
 from outrider.core.sampling import pack
 from outrider.core.types import Draft, Request, Running, Sampling
 from outrider.decoding.protocol import NoDistribution
-from outrider.decoding.reading import Reading
+from outrider.decoding.reading import TargetReading
 from outrider.decoding.step import needs_no_rows, verify
 from outrider.lm.protocol import Extension
 from tests.world.drafts import chains
@@ -34,11 +34,11 @@ def running(count: int, sampling: Sampling = GREEDY) -> list[Running]:
     ]
 
 
-def reading(draft: Draft, seed: int) -> Reading:
+def reading(draft: Draft, seed: int) -> TargetReading:
     """A draft with random logits, some of which tie."""
     logits = torch.randint(0, 4, (len(draft.tokens), VOCAB), generator=torch.Generator().manual_seed(seed)).float()
     extension = Extension(logits=logits, taps={}, features=None)
-    return Reading(draft=draft, behind=[[] for _ in range(draft.num_requests)], extension=extension)
+    return TargetReading(draft=draft, behind=[[] for _ in range(draft.num_requests)], extension=extension)
 
 
 def random_chains(seed: int) -> Draft:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from outrider.heads.parts.backoff import BackoffModel
-from outrider.heads.parts.best_paths import Paths, best_paths
+from outrider.heads.parts.best_paths import BestPaths, best_paths
 from tests.world.own_heads import grams
 
 VOCAB = 6
@@ -79,4 +79,4 @@ def test_rows_behind_prefixes_are_the_law_of_a_drawn_path():
         assert product == pytest.approx(weight)
     for nowhere in ([5, 5, 5], [VOCAB], found.tokens[0].tolist()):
         assert found.behind(nowhere)[0].tolist() == []
-    assert isinstance(found, Paths)
+    assert isinstance(found, BestPaths)

@@ -4,7 +4,7 @@ import pytest
 
 from outrider.core.types import InputError, Sampling
 from outrider.drafters.ngram import NgramDrafter
-from outrider.drafters.prediction import Prediction
+from outrider.drafters.prediction import PredictedText
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
@@ -45,7 +45,7 @@ def test_a_prediction_with_a_difference_is_followed_again_behind_it(drafter: Dra
 
 
 def test_a_prediction_that_the_output_leaves_is_looked_for_again() -> None:
-    prediction = Prediction(tokens=(1, 2, 3, 4, 1, 2, 5), first=2, seen=2)
+    prediction = PredictedText(tokens=(1, 2, 3, 4, 1, 2, 5), first=2, seen=2)
     assert prediction.begin([8, 9]) == 1
     assert prediction.begin([8, 9, 7]) == -1
     assert prediction.begin([8, 9, 7, 1, 2]) == 3

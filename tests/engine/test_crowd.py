@@ -10,7 +10,7 @@ import pytest
 from outrider.cli.opened import _one_line
 from outrider.core.types import Step, Timing
 from outrider.engine.crowd import LATEST, MIN_STEPS, SLOWER, Crowd, CrowdedWarning, Pace
-from outrider.host.cores import Usage, affinity
+from outrider.host.cores import CoreUsage, affinity
 from tests.cli.runs import ROOT
 from tests.world.models import engine
 
@@ -21,14 +21,14 @@ Done = tuple[int, int, float]
 """Requests, nodes and seconds of a step."""
 
 
-def usages(own: float, others: float, seconds: float = 1.0) -> Iterable[Usage]:
+def usages(own: float, others: float, seconds: float = 1.0) -> Iterable[CoreUsage]:
     """The use of the cores at moments `seconds` apart, if this process and others use so many cores."""
     for i in itertools.count():
         now = seconds * i
-        yield Usage(seconds=now, own=own * now, busy=(own + others) * now)
+        yield CoreUsage(seconds=now, own=own * now, busy=(own + others) * now)
 
 
-def said(steps: Sequence[Done], look: Iterable[Usage], threads: int = THREADS) -> list[str]:
+def said(steps: Sequence[Done], look: Iterable[CoreUsage], threads: int = THREADS) -> list[str]:
     """All sentences about a series of steps."""
     moments = iter(look)
     crowd = Crowd(lambda: next(moments))
@@ -36,7 +36,7 @@ def said(steps: Sequence[Done], look: Iterable[Usage], threads: int = THREADS) -
     return [note for note in notes if note is not None]
 
 
-def switching(quiet: int, others: float) -> Iterable[Usage]:
+def switching(quiet: int, others: float) -> Iterable[CoreUsage]:
     """Quiet cores at the first `quiet` looks, then cores that others use."""
     calm, loud = usages(own=0.2, others=0.0), usages(own=0.2, others=others)
     yield from itertools.islice(calm, quiet)
@@ -111,7 +111,7 @@ def test_a_single_thread_is_never_too_many():
 
 
 def test_a_system_that_says_nothing_of_its_cores_is_not_judged():
-    moments = (Usage(seconds=float(i), own=0.1 * i) for i in itertools.count())
+    moments = (CoreUsage(seconds=float(i), own=0.1 * i) for i in itertools.count())
     assert said([*QUICK, *SLOW], moments) == []
 
 

@@ -23,10 +23,10 @@ from outrider.handoff import smoke
 from outrider.handoff.checks import check, openvino
 from outrider.handoff.checks import transformers as transformers_check
 from outrider.handoff.export import LAUNCH, export
-from outrider.handoff.order import Order
+from outrider.handoff.order import ExportRequest
 from outrider.handoff.source import as_folder
 from outrider.heads.parts.block_exports import exported_config
-from outrider.heads.parts.block_formats import Answers, Sight, block_config
+from outrider.heads.parts.block_formats import Answers, AttentionSpan, block_config
 from outrider.heads.spec import HeadSpec
 from outrider.lm.hf.checkpoint import TargetShape
 from outrider.lm.hf.open import open_model
@@ -118,8 +118,10 @@ def guesses(path: str, model: PreTrainedModel) -> dict[tuple[int, int], torch.Te
     return forced_guesses(drafter, lm, TEXT, 4, DEPTH)
 
 
-def ordered(to: str, target: Path, drafter: str, out: Path, **more) -> Order:
-    return Order(to=to, target=str(target), drafter=drafter, out=out, **{"measure": False, "device": "cpu"} | more)
+def ordered(to: str, target: Path, drafter: str, out: Path, **more) -> ExportRequest:
+    return ExportRequest(
+        to=to, target=str(target), drafter=drafter, out=out, **{"measure": False, "device": "cpu"} | more
+    )
 
 
 def texts_in(folder: Path) -> dict[str, str]:
@@ -283,10 +285,10 @@ def test_sequential_heads_that_no_engine_has_are_refused(model, target, tmp_path
     "sights, keys",
     [
         ((), None),
-        ((Sight(window=5), Sight()), None),
-        ((Sight(window=5, causal=True), Sight()), (None, None)),
-        ((Sight(causal=True), Sight(causal=True)), (True, True)),
-        ((Sight(window=5, causal=True), Sight(window=5, causal=True)), (True, True)),
+        ((AttentionSpan(window=5), AttentionSpan()), None),
+        ((AttentionSpan(window=5, causal=True), AttentionSpan()), (None, None)),
+        ((AttentionSpan(causal=True), AttentionSpan(causal=True)), (True, True)),
+        ((AttentionSpan(window=5, causal=True), AttentionSpan(window=5, causal=True)), (True, True)),
     ],
 )
 def test_what_a_block_sees_is_said_so_that_vllm_reads_the_same(sights, keys, model):

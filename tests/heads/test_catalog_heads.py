@@ -21,9 +21,9 @@ from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
 from outrider.proof.rule import law_error
 from outrider.setup import documentation
-from outrider.training.loop.settings import Settings
+from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import FOLDER, train
-from outrider.training.loop.watch import Watch
+from outrider.training.loop.watch import Evaluation
 from tests.cli.runs import run
 from tests.world.forced import forced_guesses
 from tests.world.heads import TRAINED
@@ -33,7 +33,7 @@ from tests.world.verifiers import verifier
 from tests.world.zoo import tiny
 
 DEPTH = 3
-SETTINGS = Settings(
+SETTINGS = TrainSettings(
     steps=4, batch_size=3, max_length=24, learning_rate=3e-3, warmup=2, save_every=2, watch_every=4, log_every=1
 )
 every_head = pytest.mark.parametrize("kind", TRAINED)
@@ -104,7 +104,7 @@ def test_the_loss_falls_in_twenty_steps(kind, tmp_path):
     with torch.no_grad():
         first = made(batch())
     more = asdict(SETTINGS) | {"steps": 20, "keep_best": False}
-    train(made, repeated(batch()), Settings(**more), tmp_path)
+    train(made, repeated(batch()), TrainSettings(**more), tmp_path)
     with torch.no_grad():
         last = made(batch())
     assert float(last.total / last.weight) < 0.95 * float(first.total / first.weight), (first, last)
@@ -112,7 +112,7 @@ def test_the_loss_falls_in_twenty_steps(kind, tmp_path):
 
 @every_head
 def test_a_run_that_stopped_goes_on_bit_for_bit(kind, tmp_path):
-    watch = Watch(documents(4), depth=DEPTH - 1, max_length=24)
+    watch = Evaluation(documents(4), depth=DEPTH - 1, max_length=24)
     train(learner(kind), repeated(batch()), SETTINGS, tmp_path / "alone", watch)
     stopped, forward = learner(kind), type(learner(kind)).forward
 

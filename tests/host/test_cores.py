@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from outrider.host.cores import Usage, affinity, quota, shares, usable_cores
+from outrider.host.cores import CoreUsage, affinity, quota, shares, usable_cores
 
 CORES = len(affinity())
 
@@ -52,8 +52,8 @@ def test_a_quota_below_one_core_still_leaves_one_thread(tmp_path):
     assert usable_cores(tmp_path) == 1
 
 
-def usage(seconds: float, own: float = 0.0, busy: float | None = None, load: float | None = None) -> Usage:
-    return Usage(seconds=seconds, own=own, busy=busy, load=load)
+def usage(seconds: float, own: float = 0.0, busy: float | None = None, load: float | None = None) -> CoreUsage:
+    return CoreUsage(seconds=seconds, own=own, busy=busy, load=load)
 
 
 def test_what_other_processes_use_is_not_free():
@@ -82,7 +82,7 @@ def test_busy_seconds_are_those_of_the_own_cores_without_idle_ones(tmp_path):
     (tmp_path / "proc").mkdir()
     lines = [f"cpu{number} 100 20 30 4000 500 6 7 8 9 9" for number in range(max(affinity()) + 2)]
     (tmp_path / "proc/stat").write_text("\n".join(["cpu  1 1 1 1 1 1 1 1 1 1", *lines, "", "intr 15", "btime 5"]))
-    assert Usage.now(tmp_path).busy == pytest.approx(CORES * 171 / os.sysconf("SC_CLK_TCK"))
+    assert CoreUsage.now(tmp_path).busy == pytest.approx(CORES * 171 / os.sysconf("SC_CLK_TCK"))
 
 
 @pytest.mark.parametrize("text", [None, "", "cpu0\n", "cpu0 a b\n", "cpu0 0 0 0 0 0 0 0 0 0 0\n"])
@@ -90,11 +90,11 @@ def test_a_table_that_says_nothing_is_none(tmp_path, text):
     (tmp_path / "proc").mkdir()
     if text is not None:
         (tmp_path / "proc/stat").write_text(text)
-    assert Usage.now(tmp_path).busy is None
+    assert CoreUsage.now(tmp_path).busy is None
 
 
 def test_this_machine_can_be_asked():
-    before, after = Usage.now(), Usage.now()
+    before, after = CoreUsage.now(), CoreUsage.now()
     assert after.seconds >= before.seconds
     assert after.own >= before.own
     found = shares(before, after)

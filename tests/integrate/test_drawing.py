@@ -20,7 +20,7 @@ from outrider import as_custom_generate
 from outrider.core.sampling import to_rows
 from outrider.core.texts import Before
 from outrider.drafters.model import ModelDrafter
-from outrider.integrate.batch import Batch
+from outrider.integrate.batch import GenerateBatch
 from outrider.integrate.refusals import padding_of
 from outrider.proof.statistics import chi_square
 from tests.integrate.test_generate import NGRAM, batch, noisy_twin
@@ -123,11 +123,11 @@ WARPERS = {
 def test_tokens_are_drawn_from_the_rows_of_generates_own_processors(warper):
     """Rows after two more tokens of each prompt, as a node at depth two has them."""
     model, inputs, more = tiny("llama"), batch(9, 4, 14), [[5, 9], [30, 31], [5, 5]]
-    made: list[Batch] = []
+    made: list[GenerateBatch] = []
 
     def keep(_, input_ids, logits_processor, stopping_criteria, generation_config, **rest):
         made.append(
-            Batch(
+            GenerateBatch(
                 input_ids=input_ids,
                 padding=padding_of(input_ids, rest["attention_mask"]),
                 processors=tuple(logits_processor),

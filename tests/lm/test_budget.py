@@ -9,13 +9,16 @@ from outrider.core.types import InputError
 from outrider.lm.model import LanguageModel
 from outrider.lm.slots import budget
 from outrider.lm.slots.budget import activation_bytes, available_bytes, promise
-from outrider.lm.slots.cache import Layer, Shape, worst_bytes
+from outrider.lm.slots.cache import Layer, StateShape, worst_bytes
 from outrider.lm.slots.slots import BRANCHES, Slots
 from tests.world.card import DEVICE, MEMORY, gpu
 from tests.world.zoo import tiny
 
 LAYERS = {
-    0: Layer(keys=Shape(heads=64, dim=128, dtype=torch.bfloat16), values=Shape(heads=64, dim=128, dtype=torch.bfloat16))
+    0: Layer(
+        keys=StateShape(heads=64, dim=128, dtype=torch.bfloat16),
+        values=StateShape(heads=64, dim=128, dtype=torch.bfloat16),
+    )
 }
 
 

@@ -6,12 +6,16 @@ import torch
 
 from outrider.core.types import InputError
 from outrider.lm.model import LanguageModel
-from outrider.lm.slots.cache import Layer, Shape, SlotCache, fitting_context, free_bytes, worst_bytes
+from outrider.lm.slots.cache import Layer, SlotCache, StateShape, fitting_context, free_bytes, worst_bytes
 from tests.world.zoo import tiny
 
 LAYERS = {
-    0: Layer(keys=Shape(heads=2, dim=3, dtype=torch.float32), values=Shape(heads=2, dim=5, dtype=torch.float32)),
-    2: Layer(keys=Shape(heads=2, dim=3, dtype=torch.float32), values=Shape(heads=2, dim=3, dtype=torch.float32)),
+    0: Layer(
+        keys=StateShape(heads=2, dim=3, dtype=torch.float32), values=StateShape(heads=2, dim=5, dtype=torch.float32)
+    ),
+    2: Layer(
+        keys=StateShape(heads=2, dim=3, dtype=torch.float32), values=StateShape(heads=2, dim=3, dtype=torch.float32)
+    ),
 }
 
 

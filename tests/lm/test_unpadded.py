@@ -14,7 +14,7 @@ from outrider.lm.forwards.package import Package
 from outrider.lm.hf import alibi
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
-from outrider.lm.slots.layout import Layout, Order
+from outrider.lm.slots.layout import Layout, NodeOrder
 from recipes.tiny import Float64, tiny_config, tiny_model
 from tests.world.zoo import ARCHITECTURES, VOCAB, attention_of, tiny
 
@@ -139,7 +139,7 @@ def test_rows_without_padding_go_as_they_are(opened: list[Uncompiled]) -> None:
 
 def test_the_layout_of_an_order_leads_there_and_back() -> None:
     counts, order = np.array([3, 1, 4]), (2, 0, 1)
-    made = Order.of(counts, order, width=5)
+    made = NodeOrder.of(counts, order, width=5)
     assert made.first.tolist() == [0, 4, 7]
     assert made.nodes.tolist() == [[4, 5, 6, 6, 6], [7, 7, 7, 7, 7], [0, 1, 2, 3, 3]]
     layout = Layout(nodes=torch.from_numpy(made.nodes), places=torch.from_numpy(made.places))

@@ -12,7 +12,7 @@ from outrider.plan.exports import exported
 from outrider.plan.prediction import Planner
 from outrider.plan.roofline import DEVICES, Weights, device_of, estimated
 from outrider.plan.verdict import Advice
-from outrider.plan.ways import Way
+from outrider.plan.ways import DraftConfiguration
 from tests.plan.test_prediction import example
 from tests.world.models import engine
 
@@ -20,7 +20,10 @@ from tests.world.models import engine
 def advice(costs: CostTable, drafter: str = "ngram") -> Advice:
     record = example(0.8)
     record = type(record)(texts=record.texts, drafts={drafter: record.drafts["model"]}, temperature=1.0)
-    ways = [Way(), *(Way(drafter=drafter, verifier="match", length=n, widths=(1,) * n) for n in range(1, 9))]
+    ways = [
+        DraftConfiguration(),
+        *(DraftConfiguration(drafter=drafter, verifier="match", length=n, widths=(1,) * n) for n in range(1, 9)),
+    ]
     return Advice.of(Planner(record=record, costs={drafter: costs}), ways, [1, 4, 8])
 
 

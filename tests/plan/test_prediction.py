@@ -13,12 +13,12 @@ from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.lengths.costs import CostTable
 from outrider.lm.tabular import TabularLM, random_rows
-from outrider.plan.prediction import Planner, Prediction, Range, acceptance_for, expected_steps, ranked
-from outrider.plan.record import DraftRows, Record, Text
-from outrider.plan.recording import Said, along, slowness_of
+from outrider.plan.prediction import Planner, PlanPrediction, Range, acceptance_for, expected_steps, ranked
+from outrider.plan.record import DraftRows, RecordedRun, TargetText
+from outrider.plan.recording import Continuation, along, slowness_of
 from outrider.plan.tree_coverage import Ranked
 from outrider.plan.verdict import Advice
-from outrider.plan.ways import Way, best_tree, ways_of
+from outrider.plan.ways import DraftConfiguration, best_tree, ways_of
 from outrider.proof.enumerate import law
 from outrider.trees.fixed import FixedTree
 from outrider.trees.gumbel import GumbelTree
@@ -37,7 +37,7 @@ VOCAB, COUNT = 3, 3
 SAMPLED = Sampling(temperature=1.0, seed=0)
 
 
-def recorded(parts: Parts, temperature: float = 1.0, wrong: float | None = None) -> list[tuple[float, Record]]:
+def recorded(parts: Parts, temperature: float = 1.0, wrong: float | None = None) -> list[tuple[float, RecordedRun]]:
     """Every text that the target can say after the prompt [0], with its probability and its record."""
     texts = list(product(range(VOCAB), repeat=COUNT))
     if temperature == 0:
@@ -46,9 +46,9 @@ def recorded(parts: Parts, temperature: float = 1.0, wrong: float | None = None)
             text = (*text, int(np.argmax(parts.target._row((0, *text)))))
         texts = [text]
     said = [
-        Said(
+        Continuation(
             prompt=(0,),
-            text=Text(prompt=1, tokens=np.array(text), log_probs=np.zeros(COUNT), ended=False),
+            text=TargetText(prompt=1, tokens=np.array(text), log_probs=np.zeros(COUNT), ended=False),
         )
         for text in texts
     ]
@@ -57,7 +57,7 @@ def recorded(parts: Parts, temperature: float = 1.0, wrong: float | None = None)
     return [
         (
             float(np.exp(log_p.sum())),
-            Record(
+            RecordedRun(
                 texts=(replace(each.text, log_probs=log_p),),
                 drafts={"model": (rows,)},
                 temperature=temperature,
@@ -67,7 +67,7 @@ def recorded(parts: Parts, temperature: float = 1.0, wrong: float | None = None)
     ]
 
 
-def predicted(records: list[tuple[float, Record]], way: Way) -> float:
+def predicted(records: list[tuple[float, RecordedRun]], way: DraftConfiguration) -> float:
     """Expected steps of an output."""
     return sum(mass * sum(each.by_length.sum() for each in expected_steps(record, way)) for mass, record in records)
 
@@ -90,11 +90,13 @@ RULES = {
 }
 
 
-def way_of(rule: str) -> Way:
+def way_of(rule: str) -> DraftConfiguration:
     if rule == "ranks":
         ranked_tree = Ranked(children=(2, 0, 1))
         assert ranked_tree.widths == (2, 1)
-        return Way(drafter="model", verifier="match", length=2, widths=(2, 1), kind=("ranks", ranked_tree))
+        return DraftConfiguration(
+            drafter="model", verifier="match", length=2, widths=(2, 1), kind=("ranks", ranked_tree)
+        )
     tree = {"recursive": "gumbel:2x1", "iid": "iid:2", "kseq": "iid:2", "top_plus_one": "top_plus_one:2"}.get(rule)
     verifier = "recursive" if rule == "iid" else rule
     drafter = ModelDrafter(lm=TabularLM(random_rows(VOCAB, 7), VOCAB))
@@ -146,7 +148,7 @@ def test_rows_of_a_wrong_temperature_do_not_pass():
     assert abs(wrong / true - 1) > 0.05
 
 
-def example(acceptance: float, texts: int = 8, count: int = 20) -> Record:
+def example(acceptance: float, texts: int = 8, count: int = 20) -> RecordedRun:
     """Texts of which each token is drafted with the same probability."""
     rows = DraftRows(
         pure=True,
@@ -154,19 +156,22 @@ def example(acceptance: float, texts: int = 8, count: int = 20) -> Record:
         coupled=np.full((count, 1), acceptance),
         guesses=np.full(count, 8),
     )
-    text = Text(prompt=4, tokens=np.arange(count), log_probs=np.zeros(count), ended=False)
-    return Record(texts=(text,) * texts, drafts={"model": (rows,) * texts}, temperature=1.0)
+    text = TargetText(prompt=4, tokens=np.arange(count), log_probs=np.zeros(count), ended=False)
+    return RecordedRun(texts=(text,) * texts, drafts={"model": (rows,) * texts}, temperature=1.0)
 
 
-def chains(lengths=range(1, 9)) -> list[Way]:
-    return [Way(), *(Way(drafter="model", verifier="match", length=n, widths=(1,) * n) for n in lengths)]
+def chains(lengths=range(1, 9)) -> list[DraftConfiguration]:
+    return [
+        DraftConfiguration(),
+        *(DraftConfiguration(drafter="model", verifier="match", length=n, widths=(1,) * n) for n in lengths),
+    ]
 
 
 CHEAP = CostTable.of_formula(lambda requests, length: 1.0 + 0.1 * length)
 DEAR = CostTable.of_formula(lambda requests, length: 1.0 + length)
 
 
-def leave_steps(way: Way) -> np.ndarray:
+def leave_steps(way: DraftConfiguration) -> np.ndarray:
     """Steps of one example text by the length of their drafts."""
     return expected_steps(example(0.8), way)[0].by_length
 
@@ -227,7 +232,7 @@ def test_the_break_even_acceptance_gives_the_break_even_tokens():
 def test_a_record_is_read_back(tmp_path):
     record = replace(example(0.5), header={"prompts": "abc"}, slowness=1.25)
     record.save(tmp_path / "run.npz")
-    again = Record.read(tmp_path / "run.npz")
+    again = RecordedRun.read(tmp_path / "run.npz")
     assert again.header == record.header
     assert again.slowness == record.slowness
     way = chains()[3]
@@ -241,18 +246,18 @@ def test_times_are_the_mean_of_all_measurements_and_as_wide_as_these_differ():
     alone = Planner(record=slower, costs={"model": fast})
     assert alone.slowness == pytest.approx(2.0)
     assert alone.unsteady == pytest.approx(np.log([1.0, 4.0]).std(ddof=1))
-    assert alone.predict(Way(), 1).tokens_per_second.value == pytest.approx(0.5)
+    assert alone.predict(DraftConfiguration(), 1).tokens_per_second.value == pytest.approx(0.5)
     same = Planner(record=example(0.5), costs={"model": fast, "suffix": fast})
     assert (same.slowness, same.unsteady) == pytest.approx((1.0, 0.0))
     both = Planner(record=replace(example(0.5), slowness=1.0), costs={"model": fast, "suffix": slow})
     # Plain steps are the median of both tables.
     assert both.plain_seconds(1) == pytest.approx(2.5)
-    assert both.predict(Way(), 1).tokens_per_second.value == pytest.approx(1 / (4.0 * 2.5) ** (1 / 3))
+    assert both.predict(DraftConfiguration(), 1).tokens_per_second.value == pytest.approx(1 / (4.0 * 2.5) ** (1 / 3))
     assert both.predict(chains()[3], 1).speedup.value == pytest.approx(same.predict(chains()[3], 1).speedup.value)
 
 
 def test_the_doubt_of_costs_widens_speedups_and_an_unsteady_machine_widens_speeds():
-    def predicted(**more: float) -> Prediction:
+    def predicted(**more: float) -> PlanPrediction:
         return Planner(record=example(0.5), costs={"model": replace(CHEAP, **more)}).predict(chains()[3], 1)
 
     usual, doubtful, unsteady = predicted(), predicted(doubt=0.2), predicted(unsteady=0.3)
@@ -284,13 +289,13 @@ def test_the_slowness_of_a_run_counts_disturbed_steps_and_leaves_those_out_that_
 def test_what_is_no_record_is_refused(tmp_path):
     (tmp_path / "x.npz").write_bytes(b"nothing")
     with pytest.raises(InputError, match="is no record"):
-        Record.read(tmp_path / "x.npz")
+        RecordedRun.read(tmp_path / "x.npz")
 
 
 def test_a_drafter_that_looks_tokens_up_survives_where_it_proposed_the_text():
     parts = replace(tables(VOCAB, MatchVerifier(), 2), drafter=NgramDrafter(prompt_lookup_min=1))
-    text = Text(prompt=4, tokens=np.array([1, 2, 1]), log_probs=np.zeros(3), ended=False)
-    [(_, rows)] = along(parts, parts.drafter, [Said(prompt=(0, 1, 2, 0), text=text)], SAMPLED, 2)
+    text = TargetText(prompt=4, tokens=np.array([1, 2, 1]), log_probs=np.zeros(3), ended=False)
+    [(_, rows)] = along(parts, parts.drafter, [Continuation(prompt=(0, 1, 2, 0), text=text)], SAMPLED, 2)
     # It copies 1 2 after the prompt, then 2 0, then 0 (and what follows lies behind the text).
     assert rows.log_probs[:, 0].tolist() == [0.0, 0.0, -np.inf]
     assert rows.log_probs[:2, 1].tolist() == [0.0, -np.inf]
@@ -303,7 +308,7 @@ def test_the_best_tree_is_wide_where_forwards_of_many_nodes_are_cheap():
     ranks = np.array([0.0, 1.0, 0.0, 2.0] * 5)[:, None, None]
     rows = replace(example(0.5).drafts["model"][0], trees={"ranks": ranks})
 
-    def tree(table: CostTable) -> Way | None:
+    def tree(table: CostTable) -> DraftConfiguration | None:
         return best_tree("model", drafter, [rows], table, requests=1, sampled=False, context=64)
 
     flat = tree(CostTable.of_formula(lambda requests, length: 1.0))

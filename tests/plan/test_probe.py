@@ -14,7 +14,7 @@ from outrider.drafters.suffix import SuffixDrafter
 from outrider.lengths.costs import CostTable, StepCost
 from outrider.lm.model import LanguageModel
 from outrider.plan import probe
-from outrider.plan.probe import Bench, Kind, Rounds, Timed, measure
+from outrider.plan.probe import Rounds, StepProbe, StepShape, Timed, measure
 from tests.world.models import engine, free_slots, llama
 
 DRAFTERS = {"model": "model", "ngram": "ngram", "suffix": SuffixDrafter()}
@@ -51,8 +51,10 @@ def test_every_kind_of_step_is_measured_and_all_slots_are_free_again(drafter):
 
 
 def test_each_step_of_a_drafter_that_looks_tokens_up_continues_the_periodic_text():
-    bench = Bench(parts_of("ngram"), 32)
-    for number, kind in enumerate([Kind(requests=2, length=4), Kind(requests=1, length=0), Kind(requests=2, length=1)]):
+    bench = StepProbe(parts_of("ngram"), 32)
+    for number, kind in enumerate(
+        [StepShape(requests=2, length=4), StepShape(requests=1, length=0), StepShape(requests=2, length=1)]
+    ):
         assert bench.step(kind) is not None
         assert len(bench.states[0].tokens) == 33 + number
     assert len(bench.states[1].tokens) == 34
@@ -62,7 +64,7 @@ def test_each_step_of_a_drafter_that_looks_tokens_up_continues_the_periodic_text
 
 
 def test_one_of_several_requests_drafts(monkeypatch):
-    bench, drafted, step = Bench(parts_of("model"), 32), list[list[int]](), StepDecoding.step
+    bench, drafted, step = StepProbe(parts_of("model"), 32), list[list[int]](), StepDecoding.step
 
     def stepped(*given, **named):
         made = step(*given, **named)
@@ -70,7 +72,7 @@ def test_one_of_several_requests_drafts(monkeypatch):
         return made
 
     monkeypatch.setattr(StepDecoding, "step", stepped)
-    for kind in (Kind(requests=3, length=2, drafting=1), Kind(requests=3, length=2)):
+    for kind in (StepShape(requests=3, length=2, drafting=1), StepShape(requests=3, length=2)):
         cost = bench.step(kind)
         assert cost is not None
         assert cost.drafting == kind.drafting
@@ -81,13 +83,13 @@ def test_one_of_several_requests_drafts(monkeypatch):
 def test_requests_keep_what_is_accepted_up_to_a_number_that_changes():
     # The drafter is as good as the target, so that all greedy drafts are accepted.
     drafter = ModelDrafter(lm=LanguageModel(llama(), max_slots=8))
-    bench = Bench(replace(parts_of("model"), drafter=drafter), 64)
-    bench.step(Kind(requests=2, length=3))
+    bench = StepProbe(replace(parts_of("model"), drafter=drafter), 64)
+    bench.step(StepShape(requests=2, length=3))
     grown, lacking = [], []
     for _ in range(8):
         before = [len(state.tokens) for state in bench.states]
         lacking.append(before[1] - drafter.lm.length(bench.states[1].drafter_state.slot))
-        assert bench.step(Kind(requests=2, length=3)) is not None
+        assert bench.step(StepShape(requests=2, length=3)) is not None
         grown.append(tuple(len(state.tokens) - count for state, count in zip(bench.states, before, strict=True)))
     assert grown == [(2, 3), (3, 4), (4, 1), (1, 2)] * 2
     # After a draft that was accepted as a whole, the drafter lacks two tokens instead of one.
@@ -97,11 +99,11 @@ def test_requests_keep_what_is_accepted_up_to_a_number_that_changes():
 
 def test_the_target_runs_once_per_step_and_the_draft_model_once_per_token():
     parts = parts_of("model")
-    bench = Bench(parts, 32)
-    bench.step(Kind(requests=2, length=3))
+    bench = StepProbe(parts, 32)
+    bench.step(StepShape(requests=2, length=3))
     for length in (0, 1, 3):
         before = parts.target.num_forwards, parts.drafter.lm.num_forwards
-        bench.step(Kind(requests=2, length=length))
+        bench.step(StepShape(requests=2, length=length))
         after = parts.target.num_forwards, parts.drafter.lm.num_forwards
         assert (after[0] - before[0], after[1] - before[1]) == (1, length)
     bench.close()
@@ -110,22 +112,26 @@ def test_the_target_runs_once_per_step_and_the_draft_model_once_per_token():
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_contexts_do_not_grow_without_end(drafter):
     parts = parts_of(drafter)
-    bench = Bench(parts, 32)
+    bench = StepProbe(parts, 32)
     for _ in range(70):
-        assert bench.step(Kind(requests=2, length=2)) is not None
+        assert bench.step(StepShape(requests=2, length=2)) is not None
         assert all(32 < len(state.tokens) <= 64 + 2 for state in bench.states)
         assert all(parts.target.length(state.slot) == len(state.tokens) - 1 for state in bench.states)
     bench.close()
 
 
 def test_a_step_for_which_there_is_no_room_is_not_measured():
-    bench = Bench(parts_of("ngram"), 250)
-    assert bench.step(Kind(requests=1, length=8)) is None
-    assert bench.step(Kind(requests=1, length=1)) is not None
+    bench = StepProbe(parts_of("ngram"), 250)
+    assert bench.step(StepShape(requests=1, length=8)) is None
+    assert bench.step(StepShape(requests=1, length=1)) is not None
     bench.close()
 
 
-SECONDS = {Kind(requests=1, length=0): 1.0, Kind(requests=1, length=4): 2.0, Kind(requests=1, length=8): 3.0}
+SECONDS = {
+    StepShape(requests=1, length=0): 1.0,
+    StepShape(requests=1, length=4): 2.0,
+    StepShape(requests=1, length=8): 3.0,
+}
 
 
 def rounds(slowness: list[float], disturbed: Mapping[tuple[int, int], float] | None = None) -> Rounds:
@@ -140,7 +146,7 @@ def rounds(slowness: list[float], disturbed: Mapping[tuple[int, int], float] | N
 
 def over_plain(found: Rounds) -> dict[int, float]:
     costs = found.costs()
-    plain = costs[Kind(requests=1, length=0)].seconds
+    plain = costs[StepShape(requests=1, length=0)].seconds
     return {kind.length: cost.seconds / plain for kind, cost in costs.items()}
 
 

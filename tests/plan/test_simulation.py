@@ -6,7 +6,7 @@ from outrider.core.types import InputError
 from outrider.lengths.costs import CostTable
 from outrider.plan.prediction import Planner
 from outrider.plan.simulation import simulate
-from outrider.plan.ways import Way
+from outrider.plan.ways import DraftConfiguration
 from tests.plan.test_prediction import chains, example
 
 FLAT = CostTable.of_formula(lambda requests, length: 0.01)
@@ -17,7 +17,7 @@ def planner_of(acceptance: float, costs: CostTable = FLAT) -> Planner:
 
 
 def test_a_lonely_request_takes_its_steps():
-    found = simulate(planner_of(0.5), Way(), rate=1e-6, slots=4, requests=50)
+    found = simulate(planner_of(0.5), DraftConfiguration(), rate=1e-6, slots=4, requests=50)
     assert found.e2e.p50 == pytest.approx(20 * 0.01, rel=1e-6)
     assert found.ttft.p50 == pytest.approx(0.01, rel=1e-6)
     assert found.tpot.p50 == pytest.approx(0.01, rel=1e-6)
@@ -35,7 +35,7 @@ def test_drafts_save_the_steps_that_the_record_says():
 
 def test_requests_in_steps_are_rate_times_time():
     # Little's law.
-    found = simulate(planner_of(0.5), Way(), rate=10, slots=64, requests=4000)
+    found = simulate(planner_of(0.5), DraftConfiguration(), rate=10, slots=64, requests=4000)
     assert found.keeps_up
     busy = found.requests_per_second * 0.2
     assert busy == pytest.approx(2.0, rel=0.1)
@@ -43,7 +43,7 @@ def test_requests_in_steps_are_rate_times_time():
 
 
 def test_too_many_requests_are_noticed_and_wait():
-    found = simulate(planner_of(0.5), Way(), rate=1000, slots=4, requests=2000)
+    found = simulate(planner_of(0.5), DraftConfiguration(), rate=1000, slots=4, requests=2000)
     assert not found.keeps_up
     assert found.requests_per_second == pytest.approx(4 / 0.2, rel=0.02)
     assert found.ttft.p99 > 10 * found.tpot.p99
@@ -61,4 +61,4 @@ def test_ten_thousand_requests_need_few_events(monkeypatch):
 @pytest.mark.parametrize("wrong", [{"rate": 0.0}, {"rate": float("nan")}, {"slots": 0}, {"requests": 0}])
 def test_loads_that_are_none_are_refused(wrong):
     with pytest.raises(InputError, match="above 0"):
-        simulate(planner_of(0.5), Way(), **({"rate": 1.0, "slots": 1, "requests": 1} | wrong))
+        simulate(planner_of(0.5), DraftConfiguration(), **({"rate": 1.0, "slots": 1, "requests": 1} | wrong))

@@ -12,7 +12,7 @@ from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import Row, TabularLM, random_rows
-from outrider.plan.tree_coverage import Branches, DraftedTree, Paths, Said, accepted_of_distinct
+from outrider.plan.tree_coverage import Branches, DraftedTree, RecordedText, SharedPaths, accepted_of_distinct
 from outrider.proof.enumerate import law
 from outrider.theory.acceptance import recursive_without_replacement
 from outrider.trees.gumbel import GumbelTree
@@ -29,7 +29,7 @@ def on_texts(target: Row, draft: Row, tree: DraftedTree, vocab: int) -> tuple[fl
     for text in product(range(vocab), repeat=BEFORE + tree.depth):
         p, q = (np.array([row((0, *text[:i])) for i in range(len(text))]) for row in (target, draft))
         if (mass := p[np.arange(len(text)), text].prod()) > 0:
-            said = Said(tokens=text, p=p, q=q, starts=np.zeros(len(text)))
+            said = RecordedText(tokens=text, p=p, q=q, starts=np.zeros(len(text)))
             found = said.covered(tree, BEFORE)
             steps, tokens = steps + mass * found.steps, tokens + mass * found.tokens
     return steps, tokens
@@ -37,11 +37,11 @@ def on_texts(target: Row, draft: Row, tree: DraftedTree, vocab: int) -> tuple[fl
 
 def enumerated(target: Row, draft: Row, tree: DraftedTree, vocab: int) -> tuple[float, float]:
     """The same of runs of the production loop: outputs that have reached the bound make no further step."""
-    paths = isinstance(tree, Paths)
+    paths = isinstance(tree, SharedPaths)
     parts = Parts(
         target=TabularLM(target, vocab),
         drafter=ModelDrafter(lm=TabularLM(draft, vocab)),
-        tree=IidTree(num_paths=tree.count) if isinstance(tree, Paths) else GumbelTree(branching=tree.counts),
+        tree=IidTree(num_paths=tree.count) if isinstance(tree, SharedPaths) else GumbelTree(branching=tree.counts),
         verifier=KseqVerifier() if paths and tree.rule == "kseq" else RecursiveVerifier(),
         length=FixedLength(num_speculative_tokens=tree.depth),
         decoding=StepDecoding(),
@@ -56,11 +56,11 @@ TREES = [
     Branches(counts=(2, 1)),
     Branches(counts=(2, 2)),
     Branches(counts=(3, 1)),
-    Paths(count=2, depth=2, rule="recursive"),
-    Paths(count=3, depth=1, rule="recursive"),
-    Paths(count=3, depth=2, rule="recursive"),
-    Paths(count=2, depth=2, rule="kseq"),
-    Paths(count=3, depth=2, rule="kseq"),
+    SharedPaths(count=2, depth=2, rule="recursive"),
+    SharedPaths(count=3, depth=1, rule="recursive"),
+    SharedPaths(count=3, depth=2, rule="recursive"),
+    SharedPaths(count=2, depth=2, rule="kseq"),
+    SharedPaths(count=3, depth=2, rule="kseq"),
 ]
 
 
@@ -73,7 +73,7 @@ WIDE = Branches(counts=(3, 1))
 )
 def test_means_over_texts_are_those_of_enumerated_runs(tree, seed):
     # Where nodes are many, two tokens show the same.
-    vocab = 4 if tree == WIDE else 2 if tree.num_nodes == 6 and isinstance(tree, Paths) else 3
+    vocab = 4 if tree == WIDE else 2 if tree.num_nodes == 6 and isinstance(tree, SharedPaths) else 3
     rows = random_rows(vocab, seed), random_rows(vocab, seed + 50)
     assert on_texts(*rows, tree, vocab) == pytest.approx(enumerated(*rows, tree, vocab), abs=1e-11)
 
@@ -95,6 +95,6 @@ def test_three_distinct_draws_are_near_the_exact_figure_where_first_draws_are_sa
 
 def test_a_text_that_does_not_show_what_a_step_emits_is_refused():
     rows = np.full((4, 3), 1 / 3)
-    said = Said(tokens=(0, 1, 2, 0), p=rows, q=rows, starts=np.zeros(4))
+    said = RecordedText(tokens=(0, 1, 2, 0), p=rows, q=rows, starts=np.zeros(4))
     with pytest.raises(InputError, match="does not show steps of 2 that begin before 3"):
         said.covered(Branches(counts=(2, 1)), 3)

@@ -7,7 +7,7 @@ import pytest
 from outrider.plan import tree_times
 from outrider.plan.prediction import Planner, Range, ranked
 from outrider.plan.tree_times import TreeTimes, time_trees
-from outrider.plan.ways import Way, ways_of
+from outrider.plan.ways import DraftConfiguration, ways_of
 from tests.plan.test_prediction import CHEAP, chains, example
 from tests.world.models import engine, free_slots
 
@@ -37,7 +37,7 @@ def test_chains_are_not_timed():
     assert used.parts.target.num_forwards == before
 
 
-TREE = Way(drafter="model", tree="iid:2", verifier="recursive", length=2, widths=(2, 2), kind=None)
+TREE = DraftConfiguration(drafter="model", tree="iid:2", verifier="recursive", length=2, widths=(2, 2), kind=None)
 
 
 def planner(over_plain: dict[int, float]) -> Planner:

@@ -8,7 +8,7 @@ import pytest
 from outrider.core.types import Running
 from outrider.lengths.acceptance import PooledAcceptance
 from outrider.lengths.costs import CostTable
-from outrider.lengths.experience import Choice, Experience, PolicyState
+from outrider.lengths.experience import Experience, LengthChoice, PolicyState
 from outrider.lengths.goodput import GoodputLength
 from outrider.proof.enumerate import joint_law
 from outrider.proof.rule import law_error
@@ -26,9 +26,9 @@ STOPPED = each(name for name in judges_of("sampled chain") if name in FOR_ANY_LE
 class Noting(GoodputLength):
     """Notes all choices."""
 
-    chosen: list[Choice] = field(default_factory=list)
+    chosen: list[LengthChoice] = field(default_factory=list)
 
-    def choose(self, experience: Experience, states: Sequence[Running], rooms: Sequence[int]) -> Choice:
+    def choose(self, experience: Experience, states: Sequence[Running], rooms: Sequence[int]) -> LengthChoice:
         self.chosen.append(super().choose(experience, states, rooms))
         return self.chosen[-1]
 

@@ -6,7 +6,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from outrider.proof.noise import Noise
+from outrider.proof.noise import RaceNoise
 
 BOUND = 1e-14
 
@@ -19,7 +19,7 @@ def random_rows(vocab: int, count: int, seed: int) -> list[list[float]]:
 @pytest.mark.parametrize("seed", range(3))
 def test_two_races_agree_as_often_as_the_law_of_their_coupling_says(vocab, seed):
     p, q = random_rows(vocab, 2, seed)
-    for x, (chance, known) in Noise.unknown(vocab).race(q).items():
+    for x, (chance, known) in RaceNoise.unknown(vocab).race(q).items():
         assert chance == pytest.approx(q[x], abs=BOUND)
         both = chance * known.race(p)[x][0]
         assert both == pytest.approx(1 / sum(max(p[y] / p[x], q[y] / q[x]) for y in range(vocab)), abs=BOUND)
@@ -29,7 +29,7 @@ def test_two_races_agree_as_often_as_the_law_of_their_coupling_says(vocab, seed)
 def test_the_second_of_two_races_keeps_its_own_law(vocab):
     p, q = random_rows(vocab, 2, seed=5)
     total = np.zeros(vocab)
-    for chance, known in Noise.unknown(vocab).race(q).values():
+    for chance, known in RaceNoise.unknown(vocab).race(q).values():
         for x, (then, _) in known.race(p).items():
             total[x] += chance * then
     np.testing.assert_allclose(total, p, atol=BOUND)
@@ -38,7 +38,7 @@ def test_the_second_of_two_races_keeps_its_own_law(vocab):
 def test_the_order_of_a_race_is_drawn_without_replacement():
     [weights] = random_rows(4, 1, seed=2)
     for order in permutations(range(4)):
-        known, left, chance, expected = Noise.unknown(4), list(weights), 1.0, 1.0
+        known, left, chance, expected = RaceNoise.unknown(4), list(weights), 1.0, 1.0
         for token in order:
             then, known = known.race(left)[token]
             expected *= left[token] / sum(left)
@@ -48,7 +48,7 @@ def test_the_order_of_a_race_is_drawn_without_replacement():
 
 def test_any_number_of_races_has_a_law_and_the_last_one_keeps_its_own():
     *earlier, last = random_rows(3, 5, seed=7)
-    worlds = [(1.0, Noise.unknown(3))]
+    worlds = [(1.0, RaceNoise.unknown(3))]
     for row in earlier:
         worlds = [(mass * chance, then) for mass, known in worlds for chance, then in known.race(row).values()]
     total = np.zeros(3)
@@ -61,7 +61,7 @@ def test_any_number_of_races_has_a_law_and_the_last_one_keeps_its_own():
 
 def test_a_race_that_is_run_again_is_decided():
     [row] = random_rows(3, 1, seed=1)
-    for x, (_, known) in Noise.unknown(3).race(row).items():
+    for x, (_, known) in RaceNoise.unknown(3).race(row).items():
         [(again, (chance, _))] = known.race([4 * weight for weight in row]).items()
         assert (again, chance) == (x, pytest.approx(1, abs=BOUND))
 
@@ -71,7 +71,7 @@ def test_the_volume_is_that_of_sampled_noise():
     times = np.random.default_rng(0).exponential(size=(200_000, 3))
     sampled = np.zeros((3, 3))
     np.add.at(sampled, ((times / q).argmin(1), (times / p).argmin(1)), 1 / len(times))
-    for y, (chance, known) in Noise.unknown(3).race(q).items():
+    for y, (chance, known) in RaceNoise.unknown(3).race(q).items():
         for x, (then, _) in known.race(p).items():
             both = chance * then
             assert abs(sampled[y, x] - both) < 5 * math.sqrt(both / len(times))

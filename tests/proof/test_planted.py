@@ -14,7 +14,7 @@ from outrider.core.nucleus import nucleus_floor
 from outrider.core.sampling import RowRule, _Group, to_rows
 from outrider.core.types import InputError
 from outrider.decoding import drafting
-from outrider.decoding.reading import Reading
+from outrider.decoding.reading import TargetReading
 from outrider.engine import prefixes
 from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
@@ -72,14 +72,14 @@ def shrunk_top_p(patch: pytest.MonkeyPatch) -> None:
 
 
 def penalties_of_the_parent(patch: pytest.MonkeyPatch) -> None:
-    honest = Reading._before
+    honest = TargetReading._before
 
     def before(self, states):
         found, parents = honest(self, states), self.draft.parents
         above = np.where(parents >= 0, parents, np.arange(len(parents)))
         return replace(found, paths=found.paths[above], lengths=found.lengths[above])
 
-    patch.setattr(Reading, "_before", before)
+    patch.setattr(TargetReading, "_before", before)
 
 
 def the_first_settings_for_all(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from outrider import InputError, catalog
 from outrider.bench.evidence import Sums
 from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.workload import PROMPTS, Question
-from outrider.plan.tree_coverage import Branches, Paths
+from outrider.plan.tree_coverage import Branches, SharedPaths
 from outrider.theory import acceptance
 from recipes import block_gain, block_trace, budgets, claims, marginals, optimal_rate, pearl, sharing, stopping
 
@@ -321,7 +321,7 @@ def test_trees_whose_steps_texts_tell_are_those_that_rules_judge_node_by_node():
     families = {f.name: f for f in budgets.FAMILIES}
     for verifier, name in families["iid"].names.items():
         made = budgets.method(families["iid"], verifier, budgets.iid(14)[0], 14, 1.0)
-        assert made.told == Paths(count=2, depth=7, rule=verifier), name
+        assert made.told == SharedPaths(count=2, depth=7, rule=verifier), name
     assert replace(made, temperature=0.0).told is None
     assert budgets.method(families["gumbel"], "traversal", budgets.gumbel(6)[0], 6, 1.0).told is None
     assert budgets.method(families["gumbel"], "recursive", budgets.gumbel(14)[1], 14, 1.0).told == Branches(

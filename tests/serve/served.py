@@ -18,7 +18,7 @@ from outrider.serve.limits import Limits
 from outrider.serve.renewal import Renewal
 from outrider.serve.server import Drained
 from outrider.serve.service import Service
-from outrider.serve.settings import Settings
+from outrider.serve.settings import HttpSettings
 from outrider.serve.traces import Traces
 
 NAME = "pair"
@@ -32,7 +32,7 @@ def loaded(**options: Any) -> Engine:
 @contextlib.contextmanager
 def serving(
     engine: Engine,
-    settings: Settings | None = None,
+    settings: HttpSettings | None = None,
     limits: Limits | None = None,
     renewal: Renewal | None = None,
     drafter: str | None = None,

@@ -9,7 +9,8 @@ from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation
 from outrider.engine.output import Output
-from outrider.serve.service import Event, Job, JobError, Service, Ticket
+from outrider.serve.job import OutputTask, StepOutput
+from outrider.serve.service import JobError, Service, Ticket
 
 GREEDY = Sampling(temperature=0, seed=0)
 
@@ -32,18 +33,18 @@ def run(engine: Engine, work: Callable[[Service], Awaitable[object]], **options:
         return asyncio.run(asyncio.wait_for(work(service), 60))
 
 
-def job(id: str, prompt: Sequence[int] = (3, 9, 4), most: int = 12, **options: object) -> Job:
-    """A greedy job; some options are those of `Generation`, the others those of `Job`."""
-    own = {name: options.pop(name) for name in list(options) if name in Job.__dataclass_fields__}
+def job(id: str, prompt: Sequence[int] = (3, 9, 4), most: int = 12, **options: object) -> OutputTask:
+    """A greedy job; some options are those of `Generation`, the others those of `OutputTask`."""
+    own = {name: options.pop(name) for name in list(options) if name in OutputTask.__dataclass_fields__}
     own.setdefault("options", Generation(max_new_tokens=most, sampling=GREEDY, **options))
-    return Job(id=id, prompt=tuple(prompt), **own)
+    return OutputTask(id=id, prompt=tuple(prompt), **own)
 
 
 @dataclass
 class Read:
     """What a reader got: its events, and the error or the output at the end."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[StepOutput] = field(default_factory=list)
     error: JobError | None = None
 
     @property
@@ -72,7 +73,7 @@ async def read(ticket: Ticket) -> Read:
     return found
 
 
-async def made(service: Service, *jobs: Job) -> list[Read]:
+async def made(service: Service, *jobs: OutputTask) -> list[Read]:
     """What some jobs, submitted together, bring."""
     return list(await asyncio.gather(*map(read, service.submit(jobs))))
 

@@ -13,7 +13,7 @@ from outrider.core.sampling import unpacked
 from outrider.serve.formats import grammar_of
 from outrider.serve.limits import Limits
 from outrider.serve.requests import ChatBody
-from outrider.serve.settings import Settings
+from outrider.serve.settings import HttpSettings
 from tests.serve.served import loaded, serving
 from tests.serve.streams import chunks, post
 
@@ -271,7 +271,7 @@ def caller(engine: outrider.Engine) -> Iterator[httpx.Client]:
     tokenizer = copy.deepcopy(engine.tokenizer)
     tokenizer.chat_template = TEMPLATE
     own = loaded(tokenizer=tokenizer)
-    with serving(own, Settings(response_template=READING)) as url, httpx.Client(base_url=url, timeout=60) as found:
+    with serving(own, HttpSettings(response_template=READING)) as url, httpx.Client(base_url=url, timeout=60) as found:
         yield found
 
 

@@ -12,8 +12,8 @@ import torch
 
 from outrider.core.inputs import InputError
 from outrider.drafters.model import ModelDrafter
-from outrider.serve.learner import Learner
-from outrider.serve.service import Speculation
+from outrider.serve.job import RequestSpeculation
+from outrider.serve.learner import OnlineLearner
 from outrider.training.online.learning import Learning
 from outrider.training.online.pupil import OnlineSettings
 from tests.serve.services import GREEDY, job, made, read, run
@@ -23,10 +23,10 @@ PROMPTS = [[3 + i % 9, 5, 6, 4 + i % 7] for i in range(15)]
 LONG = list(range(3, 33))
 
 
-def learning(busy, **options) -> Learner:
+def learning(busy, **options) -> OnlineLearner:
     """An engine that learns from every second request, in a thread."""
     settings = OnlineSettings(**{"interval": 2, "learning_rate": 3e-3, "in_thread": True, **options})
-    return Learner(busy, Learning(busy, settings))
+    return OnlineLearner(busy, Learning(busy, settings))
 
 
 def weights(drafter: ModelDrafter) -> list[torch.Tensor]:
@@ -172,7 +172,7 @@ def test_nobody_replaces_a_drafter_that_learns() -> None:
     async def work(service):
         with pytest.raises(InputError, match="learns from its requests, so nobody else replaces it"):
             service.swap(drafter_of("model"))
-        [named] = await made(service, job("a", speculation=Speculation(drafter=service.drafter)))
+        [named] = await made(service, job("a", speculation=RequestSpeculation(drafter=service.drafter)))
         return named.output.num_draft_tokens
 
     assert run(busy, work, learns=True) > 0

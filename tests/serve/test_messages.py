@@ -5,7 +5,7 @@ import httpx
 import pytest
 
 from outrider.serve.limits import Limits
-from outrider.serve.settings import Settings
+from outrider.serve.settings import HttpSettings
 from tests.serve.served import NAME, loaded, serving
 
 GREEDY = {"temperature": 0}
@@ -99,7 +99,7 @@ def test_errors_have_anthropics_format(client, url):
 
 
 def test_a_wrong_key_is_told_in_anthropics_format():
-    with serving(loaded(), Settings(keys=("right",))) as url:
+    with serving(loaded(), HttpSettings(keys=("right",))) as url:
         with (
             anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0) as client,
             pytest.raises(anthropic.AuthenticationError) as wrong,

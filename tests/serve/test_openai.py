@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from outrider.serve.settings import Settings
+from outrider.serve.settings import HttpSettings
 from tests.serve.served import loaded, serving
 from tests.serve.test_chat import WEATHER
 
@@ -15,7 +15,7 @@ TALK = [{"role": "user", "content": "Tell me a story."}]
 
 @pytest.fixture(scope="module")
 def base() -> Iterator[str]:
-    with serving(loaded(), Settings(keys=("key",))) as url:
+    with serving(loaded(), HttpSettings(keys=("key",))) as url:
         yield f"{url}/v1"
 
 

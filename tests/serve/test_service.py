@@ -14,15 +14,14 @@ from outrider.core.inputs import InputError
 from outrider.core.types import Sampling
 from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.generation import Generation
+from outrider.serve.job import OutputTask, RequestSpeculation
 from outrider.serve.service import (
     Draining,
     EngineDead,
-    Job,
     Limits,
     QueueFull,
     Service,
     SlowClient,
-    Speculation,
     TimedOut,
 )
 from tests.serve.services import GREEDY, job, made, read, run, serving, until
@@ -44,17 +43,17 @@ def slowed(seconds: float = 0.005, **options: object) -> outrider.Engine:
     return slow
 
 
-def mixed(tokenizer) -> list[Job]:
+def mixed(tokenizer) -> list[OutputTask]:
     """64 jobs of many kinds."""
     random = np.random.default_rng(5)
     texts = ("Once upon a time", "The little dog ran to the", "One day, a girl named Lily", "There was a", "He said:")
     speculations = (
-        Speculation(),
-        Speculation(enabled=False),
-        Speculation(max_tokens=1),
-        Speculation(max_context=20),
-        Speculation(drafter="ngram"),
-        Speculation(max_tokens=0),
+        RequestSpeculation(),
+        RequestSpeculation(enabled=False),
+        RequestSpeculation(max_tokens=1),
+        RequestSpeculation(max_context=20),
+        RequestSpeculation(drafter="ngram"),
+        RequestSpeculation(max_tokens=0),
     )
     jobs = []
     for i in range(64):
@@ -69,7 +68,7 @@ def mixed(tokenizer) -> list[Job]:
         )
         spec = speculations[i % len(speculations)]
         jobs.append(
-            Job(
+            OutputTask(
                 id=f"job-{i}",
                 prompt=tuple(prompt),
                 options=options,
@@ -314,7 +313,7 @@ def test_a_drafter_that_fails_ends_its_own_request_alone():
     busy = engine("ngram")
 
     async def work(service):
-        bad = job("bad", speculation=Speculation(drafter="broken"))
+        bad = job("bad", speculation=RequestSpeculation(drafter="broken"))
         return await made(service, job("a", most=20), bad, job("b", [9, 8, 9, 8, 9], most=20))
 
     first, bad, last = run(busy, work, drafters={"broken": BrokenDrafter(prompt_lookup_min=1)})
@@ -332,17 +331,17 @@ def test_what_cannot_be_run_is_refused_before_it_takes_a_place():
             (job("a", [3] * 400), "the prompt has 400 tokens"),
             (job("a", most=0), "max_new_tokens must be >= 1"),
             (job("a", logprobs=-1), "logprobs must be >= 0"),
-            (job("a", speculation=Speculation(max_tokens=-1)), "speculation.max_tokens must be >= 0"),
-            (job("a", speculation=Speculation(drafter="ngrm")), "unknown speculation.drafter 'ngrm'"),
-            (job("a", speculation=Speculation(verifier="block")), "speculation.verifier 'block' is not served"),
-            (job("a", speculation=Speculation(tree="gumbel")), "speculation.tree 'gumbel' is not served"),
+            (job("a", speculation=RequestSpeculation(max_tokens=-1)), "speculation.max_tokens must be >= 0"),
+            (job("a", speculation=RequestSpeculation(drafter="ngrm")), "unknown speculation.drafter 'ngrm'"),
+            (job("a", speculation=RequestSpeculation(verifier="block")), "speculation.verifier 'block' is not served"),
+            (job("a", speculation=RequestSpeculation(tree="gumbel")), "speculation.tree 'gumbel' is not served"),
         ):
             with pytest.raises(InputError, match=words):
                 service.submit([job("fine"), wrong])
         with pytest.raises(InputError, match="must be unique"):
             service.submit([job("a"), job("a")])
         assert service.in_flight == 0
-        named = Speculation(verifier="token", tree="chain", drafter="own")
+        named = RequestSpeculation(verifier="token", tree="chain", drafter="own")
         return await made(service, job("a", speculation=named))
 
     [got] = run(engine("ngram"), work, drafter="own", drafters={"ngram": NgramDrafter()})
@@ -352,12 +351,12 @@ def test_what_cannot_be_run_is_refused_before_it_takes_a_place():
 def test_speculation_stays_below_its_limits():
     async def work(service):
         wanted = {
-            "all": Speculation(),
-            "off": Speculation(enabled=False),
-            "zero": Speculation(max_tokens=0),
-            "two": Speculation(max_tokens=2),
-            "near": Speculation(max_context=10),
-            "more": Speculation(max_tokens=9),
+            "all": RequestSpeculation(),
+            "off": RequestSpeculation(enabled=False),
+            "zero": RequestSpeculation(max_tokens=0),
+            "two": RequestSpeculation(max_tokens=2),
+            "near": RequestSpeculation(max_context=10),
+            "more": RequestSpeculation(max_tokens=9),
         }
         jobs = [job(name, [5, 6, 7, 5, 6, 7, 5], most=30, speculation=each) for name, each in wanted.items()]
         return dict(zip(wanted, await made(service, *jobs), strict=True))
@@ -450,7 +449,8 @@ def test_texts_and_messages_become_tokens_and_grammars_are_bound_off_the_loop():
         with pytest.raises(InputError, match="cannot be compiled"):
             await service.bind(regex("(yes"), options)
         [got] = await made(
-            service, Job(id="a", prompt=tuple(prompt), options=Generation(**{**vars(options), "constraint": rule}))
+            service,
+            OutputTask(id="a", prompt=tuple(prompt), options=Generation(**{**vars(options), "constraint": rule})),
         )
         return prompt, got
 

@@ -24,7 +24,7 @@ from outrider.serve.app import make_app
 from outrider.serve.limits import Limits
 from outrider.serve.models import _cost_table
 from outrider.serve.service import Service
-from outrider.serve.settings import Settings
+from outrider.serve.settings import HttpSettings
 from tests.serve.served import loaded, serving
 from tests.serve.streams import post
 
@@ -152,7 +152,7 @@ def test_wrong_paths_and_methods_have_a_body(client: httpx.Client) -> None:
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[str]:
-    with serving(loaded(), Settings(keys=("first", "second"))) as url:
+    with serving(loaded(), HttpSettings(keys=("first", "second"))) as url:
         yield url
 
 
@@ -181,7 +181,7 @@ def test_a_key_opens_v1(guarded: str, headers: dict[str, str], status: int) -> N
 
 
 def test_guard_all_closes_the_other_routes(engine: outrider.Engine) -> None:
-    app = make_app(Service(engine, names=("pair",)), Settings(keys=("first",), guard_all=True))
+    app = make_app(Service(engine, names=("pair",)), HttpSettings(keys=("first",), guard_all=True))
 
     async def run() -> list[int]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
@@ -229,7 +229,7 @@ def test_media_types_are_the_described_ones(client: httpx.Client, path: str, kin
 def test_priorities_must_be_allowed(client: httpx.Client) -> None:
     answer = client.post("/v1/completions", json=COMPLETION, headers={"x-outrider-priority": "3"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
-    with serving(loaded(), Settings(priorities=True)) as url, httpx.Client(base_url=url) as own:
+    with serving(loaded(), HttpSettings(priorities=True)) as url, httpx.Client(base_url=url) as own:
         post(own, "/v1/completions", COMPLETION, headers={"x-vllm-priority": "-3"})
         assert own.post("/v1/completions", json=COMPLETION, headers={"x-vllm-priority": "x"}).status_code == 400
 
@@ -237,7 +237,7 @@ def test_priorities_must_be_allowed(client: httpx.Client) -> None:
 def test_a_drafter_is_swapped_with_the_admin_key_alone() -> None:
     engine = loaded()
     drafter, name = engine.parts.drafter, catalog.name_of(engine.parts.drafter)
-    with serving(engine, Settings(keys=("first",), admin_key="root")) as url:
+    with serving(engine, HttpSettings(keys=("first",), admin_key="root")) as url:
         path, body = f"{url}/v1/admin/drafter", {"drafter": name}
         assert httpx.post(path, json=body).status_code == 401
         assert httpx.post(path, json=body, headers={"x-api-key": "first"}).status_code == 401
@@ -270,7 +270,7 @@ def test_a_drafter_gets_other_weights_while_the_server_runs(tmp_path: Path) -> N
     own = load_file(EMBEDDED_DRAFT / "model.safetensors")
     body = COMPLETION | {"temperature": 0, "ignore_eos": True, "max_tokens": 24}
     with (
-        serving(engine, Settings(admin_key="root"), renewal=renewal, drafter=name) as url,
+        serving(engine, HttpSettings(admin_key="root"), renewal=renewal, drafter=name) as url,
         httpx.Client(base_url=url, timeout=60) as client,
     ):
         path, key = "/v1/admin/drafter/model/weights", {"authorization": "Bearer root"}

@@ -15,7 +15,7 @@ from outrider.cli.serve import ServeOptions
 from outrider.core.inputs import InputError
 from outrider.serve.limits import Limits
 from outrider.serve.logs import LOGGERS, use_json
-from outrider.serve.settings import Settings
+from outrider.serve.settings import HttpSettings
 from outrider.serve.traces import Traces, _is_installed
 from tests.serve.served import NAME, loaded, serving
 
@@ -182,7 +182,7 @@ def test_refusals_without_a_key_or_a_place_have_spans_and_other_routes_have_none
     if exporter is None:
         pytest.skip("needs opentelemetry-sdk")
     exporter.clear()
-    settings, limits = Settings(keys=("key",)), Limits(max_queue_tokens=0, max_queue=0)
+    settings, limits = HttpSettings(keys=("key",)), Limits(max_queue_tokens=0, max_queue=0)
     with traced(exporter) as traces, serving(loaded(), settings, limits, traces=traces) as url:
         right = {"authorization": "Bearer key"}
         assert httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT}).status_code == 401
@@ -243,7 +243,7 @@ def test_lines_of_the_log_count_and_quote_nothing(url: str) -> None:
 
 def test_prompts_and_outputs_are_logged_if_asked_for() -> None:
     engine = loaded()
-    with logged() as written, serving(engine, Settings(log_text=True)) as url:
+    with logged() as written, serving(engine, HttpSettings(log_text=True)) as url:
         body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
         text = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
         while not requests_of(written):

@@ -9,7 +9,7 @@ import outrider
 from outrider.core.inputs import InputError
 from outrider.serve import tools
 from outrider.serve.outputs import joined
-from outrider.serve.tools import ForcedReader, Piece, PlainReader, Reader, Reading
+from outrider.serve.tools import ForcedReader, OutputParser, OutputReader, Piece, PlainReader
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
 XML = """<tool_call>
@@ -31,7 +31,7 @@ WEATHER = {
 }
 
 
-def read(reader: Reader, parts: Sequence[str], *, cut: bool = False) -> list[Piece]:
+def read(reader: OutputReader, parts: Sequence[str], *, cut: bool = False) -> list[Piece]:
     found = [piece for part in parts for piece in reader.feed(part)] + reader.end(cut=cut)
     return joined(found)
 
@@ -40,9 +40,9 @@ def said(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
     return [(piece.kind, piece.text) for piece in pieces]
 
 
-def known(engine: outrider.Engine, chat_template: str, monkeypatch: pytest.MonkeyPatch) -> Reading:
+def known(engine: outrider.Engine, chat_template: str, monkeypatch: pytest.MonkeyPatch) -> OutputParser:
     monkeypatch.setattr(engine.tokenizer, "chat_template", chat_template)
-    return Reading.of(engine.tokenizer, "auto")
+    return OutputParser.of(engine.tokenizer, "auto")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_known_templates_read_reasoning_content_and_calls(
     assert reader.failures == 0
 
 
-def reading_at(reading: Reading, prompt: str) -> Reader:
+def reading_at(reading: OutputParser, prompt: str) -> OutputReader:
     assert reading.template is not None
     return tools.TemplateReader(reading.tokenizer, reading.template, prompt, [WEATHER])
 
@@ -149,7 +149,7 @@ def test_a_named_call_is_its_arguments() -> None:
 
 def test_a_wrong_template_is_refused(engine: outrider.Engine) -> None:
     with pytest.raises(InputError, match="response template"):
-        Reading.of(engine.tokenizer, {"fields": {}})
+        OutputParser.of(engine.tokenizer, {"fields": {}})
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -173,7 +173,7 @@ def test_the_end_of_the_prompt_is_no_part_of_the_answer(
 BARE = '{"name": "weather", "arguments": {"city": "Oslo", "note": "}{\\u00e9\\"", "days": -2, "dry": true}}'
 
 
-def bare(engine: outrider.Engine, monkeypatch: pytest.MonkeyPatch) -> Reader:
+def bare(engine: outrider.Engine, monkeypatch: pytest.MonkeyPatch) -> OutputReader:
     reading = known(engine, "<tool_call>", monkeypatch)
     return reading.reader(engine.encode("assistant"), [WEATHER], None)
 
@@ -213,7 +213,7 @@ def test_other_content_comes_unchanged_and_is_held_back_only_while_it_can_be_a_c
     assert read_now(reader, text[len(held) :]) == text
 
 
-def read_now(reader: Reader, text: str) -> str:
+def read_now(reader: OutputReader, text: str) -> str:
     return "".join(piece.text for letter in text for piece in reader.feed(letter))
 
 

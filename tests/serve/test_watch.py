@@ -7,7 +7,8 @@ import pytest
 from outrider.core.inputs import InputError
 from outrider.engine.engine import Engine
 from outrider.serve import worker
-from outrider.serve.service import Limits, Speculation
+from outrider.serve.job import RequestSpeculation
+from outrider.serve.service import Limits
 from outrider.serve.watch import Histogram
 from tests.serve.services import job, made, read, run, until
 from tests.world.models import engine, target
@@ -17,7 +18,7 @@ def test_numbers_add_up_to_the_outputs():
     async def work(service):
         prompt = [5, 6, 7] * 12
         jobs = [job(str(i), [*prompt, 4 + i], most=10 + i) for i in range(12)]
-        off = job("off", prompt, speculation=Speculation(enabled=False))
+        off = job("off", prompt, speculation=RequestSpeculation(enabled=False))
         found = await made(service, *jobs, off)
         left, other = service.submit([job("left", most=200), job("other", most=30)])
         await left.__anext__()

@@ -11,10 +11,10 @@ from outrider.embedded import EMBEDDED_TARGET
 from outrider.lm.hf.open import open_config
 from outrider.surgery.family import NEAR, Sized, same_size
 from outrider.surgery.plan import LONGEST_DRAFT, Speeds, Trial, plan, prospects, random_draft, tokens_per_step
-from outrider.surgery.shape import Shape, config_of, num_parameters, shape_of
+from outrider.surgery.shape import ModelShape, config_of, num_parameters, shape_of
 from recipes.tiny import tiny_config, tiny_model
 
-SHALLOW = Shape(layers=1, width=32, heads=4, key_value_heads=2, feed_forward=48)
+SHALLOW = ModelShape(layers=1, width=32, heads=4, key_value_heads=2, feed_forward=48)
 
 
 @given(st.floats(0, 0.99), st.integers(0, LONGEST_DRAFT))
@@ -50,7 +50,7 @@ def test_verifying_costs_what_was_timed_and_lines_between():
 
 
 def test_a_deeper_shape_is_worth_it_only_if_it_is_accepted_oftener():
-    deep = Shape(layers=4, width=16, heads=2, key_value_heads=1, feed_forward=24)
+    deep = ModelShape(layers=4, width=16, heads=2, key_value_heads=1, feed_forward=24)
     family = [Sized(shape=SHALLOW, num_parameters=100), Sized(shape=deep, num_parameters=100)]
     equal = prospects(family, [0.7, 0.7], {1: 1.0, 17: 1.2}, [0.05, 0.2])
     assert [each.shape for each in equal] == [SHALLOW, deep]
@@ -100,7 +100,7 @@ def test_a_draft_forward_calls_fewer_layers_the_shallower_its_shape_is():
 def test_a_plan_times_every_shape_and_sorts_by_speed():
     target = tiny_model(tiny_config("llama")).float()
     before = shape_of(target.config)
-    shapes = [SHALLOW, Shape(layers=3, width=16, heads=2, key_value_heads=2, feed_forward=24)]
+    shapes = [SHALLOW, ModelShape(layers=3, width=16, heads=2, key_value_heads=2, feed_forward=24)]
     family = [Sized(shape=s, num_parameters=num_parameters(config_of(target.config, s))) for s in shapes]
     found = plan(target, family, [0.6, 0.7], context=8, rounds=2)
     assert {each.shape for each in found} == set(shapes)

@@ -12,7 +12,7 @@ from outrider.core.types import InputError
 from outrider.surgery.checkpoint import RECORD, write
 from outrider.surgery.importance import measure_importance
 from outrider.surgery.reshape import prune_shape
-from outrider.surgery.shape import Shape, shape_of, smaller_shape
+from outrider.surgery.shape import ModelShape, shape_of, smaller_shape
 from recipes.tiny import tiny_config, tiny_model
 from tests.surgery.mixtures import gap, logits, some_texts
 
@@ -82,7 +82,7 @@ def test_parts_that_say_nothing_are_taken_out_without_a_change():
                 down.zero_()
     done = pruned(model, layers=2, heads=2, feed_forward=20, width=16)
     assert done.layers == [0, 3]
-    assert done.shape == Shape(layers=2, width=16, heads=2, key_value_heads=2, feed_forward=20)
+    assert done.shape == ModelShape(layers=2, width=16, heads=2, key_value_heads=2, feed_forward=20)
     kept = done.model.get_input_embeddings().weight
     assert torch.equal(kept, model.get_input_embeddings().weight[:, keep])
     # The epsilon of the norms counts for another width.

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from outrider.learning.batch import Batch, Document
-from outrider.learning.learner import Judged, Learner, Loss
+from outrider.learning.batch import Document, TrainBatch
+from outrider.learning.learner import JudgedDrafts, Learner, Loss
 from outrider.training.data.batches import Batches
 from outrider.training.loop.watch import windows
 
@@ -25,14 +25,14 @@ class Bigram(Learner):
         self.embed, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, batch: Batch) -> Loss:
+    def forward(self, batch: TrainBatch) -> Loss:
         logits = self.head(self.drop(self.embed(batch.tokens[:, :-1])))
         losses = F.cross_entropy(logits.transpose(1, 2), batch.tokens[:, 1:], reduction="none")
         learnt = batch.learnt[:, 1:]
         right = (logits.argmax(-1) == batch.tokens[:, 1:]) & learnt
         return Loss(total=losses[learnt].sum(), weight=learnt.sum(), parts={"right": right.sum()})
 
-    def judged(self, batch: Batch, depth: int) -> Judged:
+    def judged(self, batch: TrainBatch, depth: int) -> JudgedDrafts:
         logits = self.head(self.drop(self.embed(batch.tokens[:, :-1]))).log_softmax(-1)
         ratios = logits.gather(-1, batch.tokens[:, 1:, None])[..., 0]
         right = logits.argmax(-1) == batch.tokens[:, 1:]

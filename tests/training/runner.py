@@ -7,15 +7,15 @@ import time
 from pathlib import Path
 from threading import Thread
 
-from outrider.training.loop.settings import Settings
+from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import Progress, train
-from outrider.training.loop.watch import Watch
+from outrider.training.loop.watch import Evaluation
 from tests.training.learners import Bigram, batches, documents
 
 
 def main(out: str, steps: str, save_every: str, seconds: str = "0", dropout: str = "0.5") -> None:
     """Train, and be killed some seconds after the first step."""
-    settings = Settings(
+    settings = TrainSettings(
         steps=int(steps),
         batch_size=4,
         max_length=16,
@@ -38,7 +38,7 @@ def main(out: str, steps: str, save_every: str, seconds: str = "0", dropout: str
             watches.append(Thread(target=killed, daemon=True))
             watches[0].start()
 
-    watch = Watch(documents(4, seed=9), depth=2)
+    watch = Evaluation(documents(4, seed=9), depth=2)
     train(Bigram(dropout=float(dropout)), batches(), settings, Path(out), watch, begin)
 
 

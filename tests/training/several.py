@@ -7,16 +7,16 @@ from outrider.learning.divergences import divergence
 from outrider.learning.learner import Learner
 from outrider.training.data.batches import Batches
 from outrider.training.distill import Distilled
-from outrider.training.loop.settings import Settings
+from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import train
-from outrider.training.loop.watch import Watch
+from outrider.training.loop.watch import Evaluation
 from tests.world.learners import documents, head_learner
 from tests.world.zoo import tiny
 
 HEADS = ("medusa", "eagle3", "parallel", "dflash")
 """A head of each trunk."""
 NAMES = (*HEADS, "model")
-SETTINGS = Settings(
+SETTINGS = TrainSettings(
     steps=3,
     batch_size=4,
     max_length=24,
@@ -53,4 +53,4 @@ def main(out: str, rank: int = 0, port: int = 0, count: int = 1) -> None:
         os.environ.update({name: str(value) for name, value in place.items()} | DIVIDED)
     for name in NAMES:
         batches = Batches(documents(), batch_size=4, max_length=24, seed=0)
-        train(learner(name), batches, SETTINGS, Path(out) / name, Watch(documents(), depth=2))
+        train(learner(name), batches, SETTINGS, Path(out) / name, Evaluation(documents(), depth=2))

@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.core.types import InputError
 from outrider.learning.batch import Document
 from outrider.learning.top_rows import TopRows
-from outrider.training.data.batches import Batches, States
+from outrider.training.data.batches import Batches, CapturedStates
 from outrider.training.data.documents import Corpus, fingerprint_of
 
 
@@ -86,11 +86,11 @@ def test_shares_of_a_batch_are_its_rows() -> None:
 class Numbered:
     """States that tell the document and the token that they belong to."""
 
-    def states(self, number: int, first: int = 0, last: int | None = None) -> States:
+    def states(self, number: int, first: int = 0, last: int | None = None) -> CapturedStates:
         assert last is not None
         place = 100.0 * number + torch.arange(first, last)
         logits = torch.stack([place, place + 1, place + 2], -1)
-        return States(hidden={2: place[:, None].repeat(1, 4)}, rows=TopRows.of(logits, 1), logits=logits)
+        return CapturedStates(hidden={2: place[:, None].repeat(1, 4)}, rows=TopRows.of(logits, 1), logits=logits)
 
 
 def test_captured_states_stand_at_their_tokens() -> None:

@@ -21,21 +21,21 @@ from outrider.heads.trunks.blocks import (
     layers_like,
     unknown_token,
 )
-from outrider.learning.batch import Batch, Document
+from outrider.learning.batch import Document, TrainBatch
 from outrider.learning.block_loss import BlockLoss
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
 from outrider.training.data.batches import Batches
-from outrider.training.loop.settings import Settings
+from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import train
-from outrider.training.loop.watch import Watch
+from outrider.training.loop.watch import Evaluation
 from tests.world.block_checkpoints import checkpoints
 from tests.world.block_heads import BLOCKS, block_drafter, block_head
 from tests.world.forced import forced_guesses
 from tests.world.tokenizers import letters
 from tests.world.zoo import VOCAB, tiny
 
-SETTINGS = Settings(
+SETTINGS = TrainSettings(
     steps=12, batch_size=3, max_length=24, learning_rate=3e-3, warmup=2, save_every=6, watch_every=6, log_every=1
 )
 
@@ -48,7 +48,7 @@ def documents(count: int = 9) -> list[Document]:
     ]
 
 
-def batch(step: int = 0) -> Batch:
+def batch(step: int = 0) -> TrainBatch:
     return Batches(documents(), batch_size=3, max_length=24, seed=0).batch(step)
 
 
@@ -74,7 +74,7 @@ def fresh(kind: str, target: PreTrainedModel, tokenizer: object = None, **named:
     return spec.learner(spec.options(**named), HeadContext(target=target, tokenizer=tokenizer, depth=2))
 
 
-def trained(made: BlockObjective, given: Batch, places: torch.Tensor) -> torch.Tensor:
+def trained(made: BlockObjective, given: TrainBatch, places: torch.Tensor) -> torch.Tensor:
     """The logits of all guesses of some blocks, as in training, with the text's own tokens before them."""
     config = made.head.config
     with torch.no_grad():
@@ -295,11 +295,11 @@ def test_a_mixture_of_one_layer_with_the_same_projections_leaves_dflash():
     assert torch.allclose(rows[0], rows[1], atol=1e-4)
 
 
-def repeated(given: Batch) -> Batches:
+def repeated(given: TrainBatch) -> Batches:
     """Batches that are all the same rows."""
 
     class Repeated(Batches):
-        def batch(self, step: int) -> Batch:
+        def batch(self, step: int) -> TrainBatch:
             return replace(given, step=step)
 
     return Repeated(documents(), batch_size=3, max_length=24, seed=0)
@@ -316,7 +316,7 @@ def test_a_new_head_learns_and_all_of_it_moves(tmp_path, kind):
     with torch.no_grad():
         first = made(batch())
     done = train(
-        made, repeated(batch()), replace(SETTINGS, steps=60), tmp_path, Watch(documents(), depth=2, max_length=24)
+        made, repeated(batch()), replace(SETTINGS, steps=60), tmp_path, Evaluation(documents(), depth=2, max_length=24)
     )
     with torch.no_grad():
         last = made(batch())

@@ -22,12 +22,12 @@ from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import find_embedding_and_head
 from outrider.lm.hf.taps import tapped
 from outrider.training.data.batches import Batches
-from outrider.training.data.capture import Way, capture
+from outrider.training.data.capture import CaptureMode, capture
 from outrider.training.data.shards import MANIFEST, Captured, Contents
 from tests.cli.runs import ROOT
 from tests.world.zoo import VOCAB, tiny
 
-SMALL = Way(tokens_at_once=40, shard_bytes=20_000)
+SMALL = CaptureMode(tokens_at_once=40, shard_bytes=20_000)
 """A way with several forwards and several shards."""
 
 

@@ -10,9 +10,9 @@ from outrider.training.data.batches import Batches
 from outrider.training.decoded import DecodedPrompts
 from outrider.training.distill import Distilled
 from outrider.training.loop.journal import read
-from outrider.training.loop.settings import Settings
+from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import train
-from outrider.training.loop.watch import Watch
+from outrider.training.loop.watch import Evaluation
 from tests.world.learners import documents, head_learner
 from tests.world.zoo import tiny
 
@@ -32,10 +32,14 @@ def test_what_is_decoded_while_a_head_learns_is_in_the_log(tmp_path: Path) -> No
     decode = DecodedPrompts(
         target, None, documents(), drafter="medusa", count=2, depth=2, temperature=1, max_new_tokens=8, max_length=64
     ).block_efficiency
-    settings = Settings(steps=2, batch_size=2, max_length=24, watch_every=1, save_every=2, log_every=1)
+    settings = TrainSettings(steps=2, batch_size=2, max_length=24, watch_every=1, save_every=2, log_every=1)
     batches = Batches(documents(), batch_size=2, max_length=24, seed=0)
     done = train(
-        head_learner("medusa", target, depth=2), batches, settings, tmp_path, Watch(documents(), depth=2, decode=decode)
+        head_learner("medusa", target, depth=2),
+        batches,
+        settings,
+        tmp_path,
+        Evaluation(documents(), depth=2, decode=decode),
     )
     logged = [line["block_efficiency_decoded"] for line in read(done.log) if line["kind"] == "watch"]
     assert len(logged) == 3

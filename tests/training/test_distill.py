@@ -11,21 +11,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import outrider
 from outrider.core.types import InputError
-from outrider.learning.batch import Batch, Document
+from outrider.learning.batch import Document, TrainBatch
 from outrider.learning.divergences import divergence
 from outrider.learning.top_rows import TopRows
 from outrider.theory.estimators import expected_accepted
 from outrider.training.data.batches import Batches
 from outrider.training.distill import Data, Distilled, distilled
 from outrider.training.loop.journal import read
-from outrider.training.loop.settings import Settings
+from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import train
-from outrider.training.loop.watch import Watch, hold_out
+from outrider.training.loop.watch import Evaluation, hold_out
 from outrider.training.on_policy import Sampler
 from tests.world.tokenizers import byte_level, letters
 from tests.world.zoo import VOCAB, tiny
 
-SETTINGS = Settings(
+SETTINGS = TrainSettings(
     steps=10, batch_size=3, max_length=24, learning_rate=3e-3, warmup=2, save_every=5, watch_every=5, log_every=1
 )
 
@@ -38,15 +38,15 @@ def documents(count: int = 9, prompt: bool = True) -> list[Document]:
     ]
 
 
-def batch(prompt: bool = True) -> Batch:
+def batch(prompt: bool = True) -> TrainBatch:
     return Batches(documents(prompt=prompt), batch_size=3, max_length=24, seed=0).batch(0)
 
 
-def repeated(model_batch: Batch) -> Batches:
+def repeated(model_batch: TrainBatch) -> Batches:
     """Batches that are all the same rows."""
 
     class Repeated(Batches):
-        def batch(self, step: int) -> Batch:
+        def batch(self, step: int) -> TrainBatch:
             return replace(model_batch, step=step)
 
     return Repeated(documents(), batch_size=3, max_length=24, seed=0)
@@ -58,7 +58,7 @@ def learner(name: str = "llama", loss: str | None = "fkl", **named: object) -> D
     return Distilled(tiny(name, seed=1).float(), tiny(name), loss=of, **named)
 
 
-def loss_by_hand(model: PreTrainedModel, target: PreTrainedModel, given: Batch, name: str) -> Tensor:
+def loss_by_hand(model: PreTrainedModel, target: PreTrainedModel, given: TrainBatch, name: str) -> Tensor:
     """Token by token: what stands at j is guessed by the row at j - 1."""
     total = torch.zeros(())
     ours, theirs = model(given.tokens).logits, target(given.tokens).logits
@@ -214,7 +214,7 @@ def test_watched_acceptance_is_that_of_the_estimators() -> None:
     model, target = tiny("llama", seed=1).double(), tiny("llama")
     made = Distilled(model, target, loss=divergence("fkl"))
     held = documents()
-    found = Watch(held, depth=3, max_length=24).look(made)
+    found = Evaluation(held, depth=3, max_length=24).look(made)
     ratios, agrees = [], []
     for document in held:
         tokens = torch.from_numpy(document.tokens)
@@ -232,14 +232,14 @@ def test_watched_acceptance_is_that_of_the_estimators() -> None:
 
 def test_the_target_as_its_own_drafter_is_always_accepted() -> None:
     made = Distilled(tiny("llama"), tiny("llama"), loss=divergence("fkl"))
-    found = Watch(documents(), depth=4).look(made)
+    found = Evaluation(documents(), depth=4).look(made)
     assert found.block_efficiency == pytest.approx(5)
     assert found.block_efficiency_greedy == 5
 
 
 def test_texts_too_short_to_watch_are_refused() -> None:
     with pytest.raises(InputError, match="no held-out text has 30 tokens after its prompt"):
-        Watch(documents(), depth=30)
+        Evaluation(documents(), depth=30)
 
 
 def test_held_out_texts_are_not_trained_on() -> None:

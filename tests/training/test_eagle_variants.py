@@ -9,20 +9,20 @@ from torch.nn.functional import smooth_l1_loss
 from outrider.core.types import InputError
 from outrider.heads.eagle import EagleObjective
 from outrider.heads.griffin import WithLikeliest
-from outrider.heads.objective import GuessObjective, Places
-from outrider.learning.batch import Batch
+from outrider.heads.objective import GuessObjective, LearntPositions
+from outrider.learning.batch import TrainBatch
 from outrider.learning.divergences import ForwardKl
 from tests.training.test_heads import GAMMA, batch, learnt_logits, target
 from tests.world.learners import head_learner
 from tests.world.zoo import VOCAB
 
 
-def kept_places(made: GuessObjective, given: Batch) -> list[set[tuple[int, int]]]:
+def kept_places(made: GuessObjective, given: TrainBatch) -> list[set[tuple[int, int]]]:
     """The places at which each guess is learnt."""
     kept, found = None, []
     with torch.no_grad():
         for number, hidden in enumerate(made.guesses(made.with_states(given), made.num_guesses)):
-            places = Places.of(given, number, kept)
+            places = LearntPositions.of(given, number, kept)
             found.append(set(zip(places.rows.tolist(), places.at.tolist(), strict=True)))
             kept = made.kept(given, hidden, number, kept)
     return found
@@ -48,7 +48,7 @@ def test_a_griffin_learns_behind_aligned_tokens_alone(shift, top):
         assert found[number] == expected
     everything = [
         set(zip(*(x.tolist() for x in (p.rows, p.at)), strict=True))
-        for p in (Places.of(given, number) for number in range(GAMMA))
+        for p in (LearntPositions.of(given, number) for number in range(GAMMA))
     ]
     assert found[0] == everything[0]
     assert found[-1] < everything[-1]
@@ -60,7 +60,7 @@ def test_a_griffin_that_counts_every_token_as_likely_learns_everywhere(shift):
     given = batch()
     made = head_learner("griffin", target(), loss="fkl", unrolled=GAMMA, align_top=VOCAB, align_shift=shift)
     counts = [len(each) for each in kept_places(made, given)]
-    assert counts == [len(Places.of(given, number).labels) for number in range(GAMMA)]
+    assert counts == [len(LearntPositions.of(given, number).labels) for number in range(GAMMA)]
 
 
 def test_the_regressed_half_has_no_gradient_from_the_guess_of_its_own_pass():

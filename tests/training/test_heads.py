@@ -13,25 +13,25 @@ import outrider
 from outrider import catalog
 from outrider.core.types import InputError, Sampling
 from outrider.engine.engine import Engine
-from outrider.heads.objective import GuessObjective, Places, frequent_tokens, slot_balanced
+from outrider.heads.objective import GuessObjective, LearntPositions, frequent_tokens, slot_balanced
 from outrider.learning import divergences
-from outrider.learning.batch import Batch
+from outrider.learning.batch import TrainBatch
 from outrider.learning.divergences import divergence
 from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
 from outrider.proof.gate import in_float32
 from outrider.training.data.batches import Batches
-from outrider.training.loop.settings import Settings
+from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import train
-from outrider.training.loop.watch import Watch
+from outrider.training.loop.watch import Evaluation
 from outrider.trees.fixed import FixedTree, likeliest_topology
 from tests.world.forced import forced_guesses
 from tests.world.heads import HEADS, TRAINED
 from tests.world.learners import batch, documents, head_learner, moved, repeated
 from tests.world.zoo import VOCAB, tiny
 
-SETTINGS = Settings(
+SETTINGS = TrainSettings(
     steps=12, batch_size=3, max_length=24, learning_rate=3e-3, warmup=2, save_every=6, watch_every=6, log_every=1
 )
 GAMMA = 3
@@ -90,7 +90,7 @@ def learner(kind: str, **more: Any) -> GuessObjective:
     return moved(fresh(kind, **more))
 
 
-def learnt_logits(made: GuessObjective, given: Batch, count: int = GAMMA) -> list[torch.Tensor]:
+def learnt_logits(made: GuessObjective, given: TrainBatch, count: int = GAMMA) -> list[torch.Tensor]:
     """The logits of each guess at each place, as training computes them."""
     with torch.no_grad():
         hidden = made.drafted(made.with_states(given), count)
@@ -246,7 +246,7 @@ def test_what_is_trained_drafts_losslessly_and_trains_further(tmp_path, kind):
         repeated(batch()),
         replace(SETTINGS, keep_best=False),
         tmp_path / "head",
-        Watch(documents(), depth=2, max_length=24),
+        Evaluation(documents(), depth=2, max_length=24),
     )
     engine = outrider.load(target(), drafter=str(tmp_path / "head"), length="fixed:3")
     assert catalog.name_of(catalog.make("drafter", str(tmp_path / "head"))) == name_of(kind)
@@ -290,7 +290,7 @@ def test_accuracies_are_those_of_each_rank():
     made, given = learner("medusa"), batch()
     logits, found = learnt_logits(made, given), made.accuracies([given], ranks=4, greedy=False)
     for number in range(GAMMA):
-        places = Places.of(given, number)
+        places = LearntPositions.of(given, number)
         ranked = logits[number][places.rows, places.at].argsort(-1, descending=True)[:, :4]
         assert np.allclose(found[number], (ranked == places.labels[:, None]).double().mean(0))
     assert not np.allclose(made.accuracies([given], ranks=4, greedy=True), found)
@@ -302,7 +302,7 @@ def test_balanced_guesses_have_the_same_weight_however_few_places_they_have():
     given = Batches(texts, batch_size=3, max_length=24, seed=0).batch(0)
     made = learner("eagle3", decay=0.5)
     counts = made.places_of(texts, 24)
-    assert counts.tolist() == [len(Places.of(given, number).labels) for number in range(made.num_guesses)]
+    assert counts.tolist() == [len(LearntPositions.of(given, number).labels) for number in range(made.num_guesses)]
     assert len(set(counts.tolist())) == made.num_guesses
     made.slot_weights = tuple(slot_balanced(counts).tolist())
     with torch.no_grad():

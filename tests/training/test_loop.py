@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 from outrider.core.types import InputError
 from outrider.learning.learner import Loss
 from outrider.training.loop.journal import read
-from outrider.training.loop.settings import TRACKERS, Settings
+from outrider.training.loop.settings import TRACKERS, TrainSettings
 from outrider.training.loop.steps import FOLDER, train
-from outrider.training.loop.watch import Watch
+from outrider.training.loop.watch import Evaluation
 from tests.training.learners import Bigram, batches, documents
 
-SETTINGS = Settings(
+SETTINGS = TrainSettings(
     steps=12, batch_size=4, max_length=16, learning_rate=0.03, warmup=3, save_every=4, watch_every=4, log_every=1
 )
 
@@ -114,7 +114,7 @@ def test_a_run_that_stopped_at_any_step_goes_on_bit_for_bit(tmp_path: Path) -> N
                 raise KeyboardInterrupt
             return super().forward(batch)
 
-    watch = Watch(documents(4, seed=9), depth=2)
+    watch = Evaluation(documents(4, seed=9), depth=2)
     train(Bigram(), batches(), SETTINGS, tmp_path / "alone", watch)
     stopped = tmp_path / "stopped"
     for limit in (2, 6, 7, 11):
@@ -158,7 +158,7 @@ def test_with_default_settings_a_run_of_60_seconds_killed_at_step_50_keeps_half_
 
     monkeypatch.setattr("outrider.training.loop.steps.time", SimpleNamespace(perf_counter=lambda: now))
     with pytest.raises(KeyboardInterrupt):
-        train(OneSecond(), batches(), Settings(steps=60, batch_size=4, max_length=16), tmp_path)
+        train(OneSecond(), batches(), TrainSettings(steps=60, batch_size=4, max_length=16), tmp_path)
     [kept] = (tmp_path / FOLDER).glob("step-*.pt")
     assert 25 <= int(kept.stem.removeprefix("step-")) < 50
 
@@ -201,7 +201,7 @@ def test_a_run_without_a_checkpoint_begins_again_unless_something_else_came(tmp_
         def forward(self, batch):
             raise KeyboardInterrupt
 
-    watch = Watch(documents(4, seed=9), depth=2)
+    watch = Evaluation(documents(4, seed=9), depth=2)
     with pytest.raises(KeyboardInterrupt):
         train(Stopping(), batches(), SETTINGS, tmp_path / "out", watch)
     (tmp_path / "out" / FOLDER / "lock").write_text("of a killed process")
@@ -233,7 +233,7 @@ def test_the_best_drafter_is_kept_and_the_last_where_nothing_is_watched(tmp_path
             loss = super().forward(batch)
             return loss if batch.step < 4 else Loss(total=-loss.total, weight=loss.weight)
 
-    watch = Watch(documents(4, seed=9), depth=2)
+    watch = Evaluation(documents(4, seed=9), depth=2)
     longer = replace(SETTINGS, steps=20)
     found = train(Worsening(dropout=0), batches(), longer, tmp_path / "watched", watch)
     scores = {x["step"]: x["block_efficiency"] for x in read(found.log) if x["kind"] == "watch"}
@@ -292,7 +292,7 @@ def test_bfloat16_products_leave_the_weights_in_float32(tmp_path: Path) -> None:
 
 def test_progress_counts_down(tmp_path: Path) -> None:
     seen = []
-    train(Bigram(), batches(), SETTINGS, tmp_path, Watch(documents(4, seed=9), depth=2), seen.append)
+    train(Bigram(), batches(), SETTINGS, tmp_path, Evaluation(documents(4, seed=9), depth=2), seen.append)
     assert [each.step for each in seen] == list(range(1, 13))
     assert seen[-1].seconds_left == 0
     assert all(each.watched is not None for each in seen)
@@ -366,5 +366,5 @@ def test_settings_name_what_is_wrong() -> None:
         ({"device": "tpu"}, "device must be cpu or left out, got 'tpu'; choose among GPUs with CUDA_VISIBLE_DEVICES"),
     ]:
         with pytest.raises(InputError) as raised:
-            Settings(**values)
+            TrainSettings(**values)
         assert str(raised.value) == message

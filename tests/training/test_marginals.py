@@ -8,7 +8,7 @@ import torch
 
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.heads.objective import Places, slot_balanced
+from outrider.heads.objective import LearntPositions, slot_balanced
 from outrider.heads.parallel import ParallelObjective
 from outrider.heads.parts.backoff import FILE
 from outrider.learning.divergences import divergence
@@ -68,7 +68,7 @@ def test_the_loss_is_the_weighted_mean_over_the_places_of_the_groups(kind):
     drawn = {(row, int(at)) for row in range(3) for at in groups.at[row] if at < given.tokens.shape[1]}
     total = weight = 0.0
     for number in range(GAMMA):
-        places = Places.of(given, number)
+        places = LearntPositions.of(given, number)
         for row, at in zip(places.rows.tolist(), places.at.tolist(), strict=True):
             if number == 0 or (row, at) in drawn:
                 weight += 0.5**number

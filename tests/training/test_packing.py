@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.learning.batch import Batch, Document
+from outrider.learning.batch import Document, TrainBatch
 from outrider.learning.divergences import divergence
 from outrider.learning.learner import Learner
 from outrider.learning.packing import Packing, check_apart
@@ -29,7 +29,7 @@ def exact(float64_stays_float64: None) -> None:
     """Norms and softmaxes too."""
 
 
-def batch() -> Batch:
+def batch() -> TrainBatch:
     """Texts of different lengths; two of them share a row where they are packed, and more do."""
     dice = np.random.default_rng(0)
     texts = [Document(tokens=dice.integers(3, VOCAB, size=size), start=1) for size in LENGTHS]

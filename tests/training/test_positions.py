@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outrider.core.types import InputError
 from outrider.heads.objective import slot_balanced
-from outrider.learning.batch import Batch, Document
+from outrider.learning.batch import Document, TrainBatch
 from outrider.learning.divergences import divergence
 from outrider.training.data.batches import Batches
 from outrider.training.distill import Distilled
@@ -20,7 +20,7 @@ from tests.world.zoo import VOCAB, tiny
 LIMIT = 300
 
 
-def batch(step: int = 0, rows: int = 4, low: int = 8, high: int = 40) -> Batch:
+def batch(step: int = 0, rows: int = 4, low: int = 8, high: int = 40) -> TrainBatch:
     dice = np.random.default_rng(1)
     texts = [
         Document(tokens=dice.integers(3, VOCAB, size=size), start=2) for size in dice.integers(low, high, size=rows)
@@ -38,11 +38,11 @@ class At:
     def __init__(self, places: torch.Tensor) -> None:
         self.places = places
 
-    def __call__(self, batch: Batch) -> torch.Tensor:
+    def __call__(self, batch: TrainBatch) -> torch.Tensor:
         return self.places
 
 
-def loss(name: str, places: torch.Tensor | None, given: Batch) -> float:
+def loss(name: str, places: torch.Tensor | None, given: TrainBatch) -> float:
     positions = None if places is None else At(places)
     made = Distilled(tiny(name, seed=1).float(), tiny(name).float(), loss=divergence("fkl"), positions=positions)
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_padding_trains_the_rows_of_a_table_that_short_texts_never_reach():
 def test_gaps_leave_the_order_the_last_tokens_and_the_limit(lengths, num_gaps, together, room, seed):
     limit = max(lengths) + room
     tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
-    given = Batch(
+    given = TrainBatch(
         tokens=tokens,
         learnt=tokens.bool(),
         lengths=torch.tensor(lengths),

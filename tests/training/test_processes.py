@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from outrider.core.types import InputError
 from outrider.training.loop import checkpoint
 from outrider.training.loop.journal import read
-from outrider.training.loop.settings import Settings
+from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import FOLDER, train
 from tests.training import runner
 from tests.training.learners import Bigram, batches
@@ -161,7 +161,7 @@ def test_half_a_folder_never_stands_under_its_name(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_gets_a_sentence(tmp_path: Path) -> None:
-    settings = Settings(steps=4, batch_size=4, max_length=16, save_every=2)
+    settings = TrainSettings(steps=4, batch_size=4, max_length=16, save_every=2)
     train(Bigram(), batches(), settings, tmp_path)
     (file,) = (tmp_path / FOLDER).glob("step-*.pt")
     file.write_bytes(file.read_bytes()[:1000])

@@ -11,7 +11,7 @@ import pytest
 from outrider.core.types import InputError
 from outrider.training.data.documents import Corpus
 from outrider.training.data.records import read_documents
-from outrider.training.data.sources import PIECE, Part
+from outrider.training.data.sources import PIECE, DatasetPart
 from tests.world.tokenizers import byte_level
 
 TOKENIZER = byte_level(300)
@@ -49,7 +49,7 @@ def test_all_kinds_of_source_give_the_same_documents(tmp_path: Path) -> None:
     rows.to_parquet(str(tmp_path / "d.parquet"))
 
     def read(source: str | Path | list[str | Path], split: str = "train") -> list[Any]:
-        corpus = read_documents(source, TOKENIZER, part=Part(split=split))
+        corpus = read_documents(source, TOKENIZER, part=DatasetPart(split=split))
         return [(document.tokens.tolist(), document.start, document.domain) for document in corpus]
 
     wanted = [([*TOKENIZER(row["text"])["input_ids"], END], 0, "story") for row in STORIES]
@@ -74,7 +74,7 @@ def test_a_prompt_is_not_learnt_and_its_answer_is(tmp_path: Path) -> None:
 
 def test_fields_may_have_other_names(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", [{"question": "Who sang?", "answer": " A fish."}])
-    part = Part(columns={"prompt": "question", "response": "answer"})
+    part = DatasetPart(columns={"prompt": "question", "response": "answer"})
     assert texts(read_documents(file, TOKENIZER, part=part)) == [("Who sang?", " A fish.<|end|>")]
 
 

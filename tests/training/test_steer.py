@@ -15,7 +15,7 @@ from outrider.drafters.protocol import Observed
 from outrider.drafters.steered import SteeredDrafter, SteeredPath
 from outrider.drafters.steering import CONFIG, Steering, SteeringConfig, usual_taps
 from outrider.engine.engine import Engine
-from outrider.learning.batch import Batch, Document
+from outrider.learning.batch import Document, TrainBatch
 from outrider.learning.divergences import divergence
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.anatomy import Anatomy
@@ -26,16 +26,16 @@ from outrider.lm.steered import SteeredLM, up_projections
 from outrider.lm.target_info import TargetInfo
 from outrider.training.data.batches import Batches
 from outrider.training.distill import Distilled
-from outrider.training.loop.settings import Settings
+from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import train
-from outrider.training.loop.watch import Watch
+from outrider.training.loop.watch import Evaluation
 from outrider.training.steer import Steered, sources, steered_learner
 from outrider.trees.chain import ChainTree
 from outrider.verifiers.block import BlockVerifier
 from tests.world.tokenizers import letters
 from tests.world.zoo import VOCAB, tiny
 
-SETTINGS = Settings(
+SETTINGS = TrainSettings(
     steps=12, batch_size=3, max_length=24, learning_rate=3e-3, warmup=2, save_every=6, watch_every=6, log_every=1
 )
 
@@ -48,7 +48,7 @@ def documents(count: int = 9) -> list[Document]:
     ]
 
 
-def batch(step: int = 0) -> Batch:
+def batch(step: int = 0) -> TrainBatch:
     return Batches(documents(), batch_size=3, max_length=24, seed=0).batch(step)
 
 
@@ -146,7 +146,7 @@ def drafted_guesses(made: Steered, text: Sequence[int], prompt: int, gamma: int)
     return found
 
 
-def trained_logits(made: Steered, given: Batch, offset: int) -> torch.Tensor:
+def trained_logits(made: Steered, given: TrainBatch, offset: int) -> torch.Tensor:
     with torch.no_grad():
         hidden = made._steered(made._with_states(given), offset, None)
         return made._states[0].head(hidden)[0]
@@ -211,11 +211,11 @@ def test_a_frozen_draft_model_stays_and_its_steering_learns(tmp_path, rank, loss
     assert {"steering.inject.weight", "steering.gather.weight", "steering.norm.weight"} <= moved
 
 
-def repeated(given: Batch) -> Batches:
+def repeated(given: TrainBatch) -> Batches:
     """Batches that are all the same rows."""
 
     class Repeated(Batches):
-        def batch(self, step: int) -> Batch:
+        def batch(self, step: int) -> TrainBatch:
             return replace(given, step=step)
 
     return Repeated(documents(), batch_size=3, max_length=24, seed=0)
@@ -256,7 +256,7 @@ def test_what_is_watched_is_a_draft_whose_states_age(tmp_path):
 
 def test_the_result_loads_as_a_steered_drafter_and_drafts_losslessly(tmp_path):
     made, target = learner(), tiny("llama").float()
-    train(made, repeated(batch()), SETTINGS, tmp_path, Watch(documents(), depth=2, max_length=24))
+    train(made, repeated(batch()), SETTINGS, tmp_path, Evaluation(documents(), depth=2, max_length=24))
     lm = LanguageModel(target, max_slots=2)
     drafter = SteeredPath(path=str(tmp_path)).bind(TargetInfo.of(lm, None))
     assert drafter.taps == made.steering.config.taps

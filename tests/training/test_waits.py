@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 from outrider import catalog
 from outrider.core.types import InputError
 from outrider.heads.objective import HeadContext, HeadObjective
-from outrider.learning.batch import Batch, on_device
+from outrider.learning.batch import TrainBatch, on_device
 from outrider.training.loop.optimizer import adamw
 from outrider.training.loop.prefetch import Prefetch, StepData
-from outrider.training.loop.settings import Settings
+from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import settled
 from tests.training.learners import Bigram
 from tests.training.learners import batches as bigrams
@@ -162,19 +162,19 @@ def test_precision_is_that_of_the_device_unless_it_is_named(monkeypatch: pytest.
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     for halves in (True, False):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, halves=halves: halves)
-        assert settled(Settings(), gpu).precision == ("bf16" if halves else "no")
-        assert settled(Settings(), cpu).precision == "no"
-        assert settled(Settings(precision="fp16"), gpu) == Settings(precision="fp16")
+        assert settled(TrainSettings(), gpu).precision == ("bf16" if halves else "no")
+        assert settled(TrainSettings(), cpu).precision == "no"
+        assert settled(TrainSettings(precision="fp16"), gpu) == TrainSettings(precision="fp16")
 
 
 def test_adamw_is_one_kernel_on_a_gpu_and_steps_the_same_way() -> None:
     found = []
     for device in ("cpu", "cuda"):
         made = Bigram(dropout=0)
-        steps = adamw(made, replace(Settings(), learning_rate=0.03), torch.device(device))
+        steps = adamw(made, replace(TrainSettings(), learning_rate=0.03), torch.device(device))
         assert steps.defaults["fused"] == (True if device == "cuda" else None)
         for step in range(3):
-            given: Batch = bigrams().batch(step)
+            given: TrainBatch = bigrams().batch(step)
             loss = made(given)
             (loss.total / loss.weight).backward()
             steps.step()

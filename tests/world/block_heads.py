@@ -4,7 +4,7 @@ import torch
 from transformers import Qwen3Config
 
 from outrider import catalog
-from outrider.heads.parts.block_formats import BlockConfig, Sight
+from outrider.heads.parts.block_formats import AttentionSpan, BlockConfig
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.blocks import BlockDrafter, BlockHead
 from outrider.lm.target_info import TargetInfo
@@ -49,7 +49,7 @@ def block_head(
         taps=taps,
         target_size=size,
         from_anchor=kind == "dspark" if from_anchor is None else from_anchor,
-        sights=(Sight(window=5, causal=True), Sight()) if windows else (),
+        sights=(AttentionSpan(window=5, causal=True), AttentionSpan()) if windows else (),
         apart=kind == "dflare",
         markov=markov,
         markov_rank=6 if kind == "dspark" else 0,

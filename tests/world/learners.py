@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from outrider import catalog
 from outrider.heads.objective import HeadContext, HeadObjective
-from outrider.learning.batch import Batch, Document
+from outrider.learning.batch import Document, TrainBatch
 from outrider.learning.options import SIZE
 from outrider.training.data.batches import Batches
 from tests.world.zoo import VOCAB
@@ -67,16 +67,16 @@ def documents(count: int = 9) -> list[Document]:
     ]
 
 
-def batch(step: int = 0) -> Batch:
+def batch(step: int = 0) -> TrainBatch:
     """Three of these texts."""
     return Batches(documents(), batch_size=3, max_length=24, seed=0).batch(step)
 
 
-def repeated(given: Batch) -> Batches:
+def repeated(given: TrainBatch) -> Batches:
     """Batches that are all the same rows."""
 
     class Repeated(Batches):
-        def batch(self, step: int) -> Batch:
+        def batch(self, step: int) -> TrainBatch:
             return replace(given, step=step)
 
     return Repeated(documents(), batch_size=3, max_length=24, seed=0)

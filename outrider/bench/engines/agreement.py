@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreement:
+class TextAgreement:
     """An output beside the target's choices along the same text.
 
     Attributes:
@@ -22,7 +22,7 @@ class Agreement:
 
 
 @torch.inference_mode()
-def agreement(target: PreTrainedModel, prompt: Sequence[int], output: Sequence[int]) -> Agreement:
+def agreement(target: PreTrainedModel, prompt: Sequence[int], output: Sequence[int]) -> TextAgreement:
     """Compare an output that was decoded at temperature 0.
 
     Only the first difference counts: behind it the texts are different ones.
@@ -31,7 +31,7 @@ def agreement(target: PreTrainedModel, prompt: Sequence[int], output: Sequence[i
     logits = target(ids).logits[0, len(prompt) - 1 : -1].float()
     gaps = logits.max(-1).values - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
     wrong = gaps.nonzero()[:, 0].tolist()
-    return Agreement(first=wrong[0] if wrong else None, gap=float(gaps[wrong[0]]) if wrong else 0.0)
+    return TextAgreement(first=wrong[0] if wrong else None, gap=float(gaps[wrong[0]]) if wrong else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

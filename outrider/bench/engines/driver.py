@@ -1,9 +1,9 @@
 """What drives an engine, and how a driver in a process of its own is talked to: JSON lines, the standard library alone.
 
 The process is started with `Options` as its one argument, an object of JSON. When its models are loaded it writes
-`{"ready": true}`. Then it reads one `Asked` per line. It answers with `{"tokens": [[...], ...], "seconds": 1.5}`, and
-with `"counts": {...}` beside them if it counts something, or with `{"refused": "..."}` where its engine cannot do the
-run. It ends when its input ends.
+`{"ready": true}`. Then it reads one `DriverRequest` per line. It answers with `{"tokens": [[...], ...],
+"seconds": 1.5}`, and with `"counts": {...}` beside them if it counts something, or with `{"refused": "..."}` where its
+engine cannot do the run. It ends when its input ends.
 """
 
 import json
@@ -44,7 +44,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class DriverRequest:
     """One run: prompts that are decoded together, each with exactly as many new tokens, past end tokens.
 
     Attributes:
@@ -58,7 +58,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class EngineOutput:
     """What an engine decoded: the new tokens of each prompt.
 
     Attributes:
@@ -78,7 +78,7 @@ class Driver:
         """Load the models."""
         raise NotImplementedError
 
-    def ask(self, asked: Asked) -> Answer:
+    def ask(self, asked: DriverRequest) -> EngineOutput:
         """Decode the prompts of a run."""
         raise NotImplementedError
 
@@ -98,7 +98,7 @@ def serve(driver: Driver) -> None:
     driver.start(Options(**json.loads(sys.argv[1])))
     say({"ready": True})
     for line in sys.stdin:
-        asked = Asked(**json.loads(line))
+        asked = DriverRequest(**json.loads(line))
         began = time.perf_counter()
         try:
             answer = driver.ask(asked)

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.bench.engines.environments import BARE, PACKAGE, CannotMake, Environment, Room
+from outrider.bench.engines.environments import BARE, PACKAGE, CannotMake, Environment, EnvironmentFolder
 
 DRAFT_MODEL = "draft model"
-Command = Callable[[Room | None], list[str]]
+Command = Callable[[EnvironmentFolder | None], list[str]]
 """The command that starts a driver, with the engine's environment or None for this one."""
-Convert = Callable[[Room, Path, Path, str], None]
+Convert = Callable[[EnvironmentFolder, Path, Path, str], None]
 """Writes a model in the engine's format: environment, source, where to, dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class PeerEngine:
     """An engine behind a driver.
 
     Attributes:
@@ -53,7 +53,7 @@ class Engine:
 def python_driver(module: str) -> Command:
     """Starts a driver that is a module of this folder, in the environment's Python or in this one."""
 
-    def command(room: Room | None) -> list[str]:
+    def command(room: EnvironmentFolder | None) -> list[str]:
         run = f"import runpy; runpy.run_module('{__package__}.{module}', run_name='__main__')"
         if room is None:
             return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); {run}"]
@@ -62,7 +62,7 @@ def python_driver(module: str) -> Command:
     return command
 
 
-def converted(engine: Engine, room: Room | None, source: Path, folder: Path, dtype: str) -> Path:
+def converted(engine: PeerEngine, room: EnvironmentFolder | None, source: Path, folder: Path, dtype: str) -> Path:
     """Where a model lies in the engine's format; it is converted unless it was.
 
     Args:

@@ -33,7 +33,7 @@ class CannotMake(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class EnvironmentFolder:
     """The folder of an environment.
 
     Attributes:
@@ -99,18 +99,18 @@ class Environment:
 
     name: str
     pins: tuple[str, ...]
-    make: Callable[[Room], None]
+    make: Callable[[EnvironmentFolder], None]
 
-    def room(self, folder: Path) -> Room:
+    def room(self, folder: Path) -> EnvironmentFolder:
         """Where it is, or will be."""
-        return Room(place=(folder / self.name).absolute(), pins=self.pins)
+        return EnvironmentFolder(place=(folder / self.name).absolute(), pins=self.pins)
 
     def is_made(self, folder: Path) -> bool:
         """Whether it is there, with these pins."""
         mark = self.room(folder).place / MARK
         return mark.is_file() and mark.read_text(encoding="utf-8").split() == list(self.pins)
 
-    def made(self, folder: Path) -> Room:
+    def made(self, folder: Path) -> EnvironmentFolder:
         """The environment, which is made unless it is there.
 
         Raises:

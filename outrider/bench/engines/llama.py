@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.engines.engine import DRAFT_MODEL, Engine, digest
-from outrider.bench.engines.environments import HERE, CannotMake, Environment, Room
+from outrider.bench.engines.engine import DRAFT_MODEL, PeerEngine, digest
+from outrider.bench.engines.environments import HERE, CannotMake, Environment, EnvironmentFolder
 
 SCRIPTS = Path("llama") / "vendor" / "llama.cpp"
 """Where the folder of an environment has llama.cpp's own sources, with the program that converts models."""
@@ -72,12 +72,12 @@ def add_vocabulary(writer: Any, source: Path, config: dict[str, Any]) -> None:
     writer.add_add_bos_token(False)
 
 
-def convert(room: Room, source: Path, out: Path, dtype: str) -> None:
+def convert(room: EnvironmentFolder, source: Path, out: Path, dtype: str) -> None:
     """As a file. This process's Python runs llama.cpp's program, which needs torch and transformers."""
     room.call("outrider.bench.engines.llama", "write_model", room.place / SCRIPTS, source, out, dtype, python=HERE)
 
 
-def make(room: Room) -> None:
+def make(room: EnvironmentFolder) -> None:
     """llama.cpp, compiled for this machine; its sources stay, because the driver is compiled against them."""
     compiler()
     llama, gguf = room.pins
@@ -103,7 +103,7 @@ def compiler() -> str:
     return found[0]
 
 
-def command(room: Room | None) -> list[str]:
+def command(room: EnvironmentFolder | None) -> list[str]:
     """Starts the driver, compiled before if its source is new."""
     if room is None:
         raise CannotMake("llama.cpp has an environment of its own")
@@ -124,7 +124,7 @@ def command(room: Room | None) -> list[str]:
     return [str(driver)]
 
 
-ENGINE = Engine(
+ENGINE = PeerEngine(
     title="llama.cpp",
     modes=("plain", "ngram", DRAFT_MODEL),
     command=command,

@@ -4,9 +4,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.engines.driver import Answer, Asked, Driver, Options, serve
-from outrider.bench.engines.engine import DRAFT_MODEL, Engine, python_driver
-from outrider.bench.engines.environments import TORCH, Environment, Room
+from outrider.bench.engines.driver import Driver, DriverRequest, EngineOutput, Options, serve
+from outrider.bench.engines.engine import DRAFT_MODEL, PeerEngine, python_driver
+from outrider.bench.engines.environments import TORCH, Environment, EnvironmentFolder
 
 HINTS = {"bfloat16": "bf16", "float32": "f32"}
 
@@ -37,7 +37,7 @@ class OpenvinoDriver(Driver):
         self._options, self._sums = options, Counter[str]()
         self._pipeline = genai.ContinuousBatchingPipeline(options.target, scheduler, "CPU", {**device, **more})
 
-    def ask(self, asked: Asked) -> Answer:
+    def ask(self, asked: DriverRequest) -> EngineOutput:
         """Decode the prompts of a run."""
         import numpy as np
         import openvino
@@ -51,7 +51,7 @@ class OpenvinoDriver(Driver):
             made += self._pipeline.generate(prompts[first : first + size], laws[first : first + size])
             if self._options.counts:
                 self._count(made[-1])
-        return Answer(tokens=[list(each.m_generation_ids[0]) for each in made], counts=dict(self._sums))
+        return EngineOutput(tokens=[list(each.m_generation_ids[0]) for each in made], counts=dict(self._sums))
 
     def _count(self, made: Any) -> None:
         """Add the drafts of an output, and what was accepted of them.
@@ -68,7 +68,7 @@ class OpenvinoDriver(Driver):
         self._sums["draft_tokens"] += metrics.get_num_draft_tokens()
         self._sums["accepted_tokens"] += len(made.m_generation_ids[0]) - 1 - steps
 
-    def _law(self, asked: Asked, i: int) -> Any:
+    def _law(self, asked: DriverRequest, i: int) -> Any:
         """How the i-th prompt is decoded."""
         import openvino_genai as genai
 
@@ -108,18 +108,18 @@ def write_model(source: str, out: str) -> None:
     openvino.save_model(back, Path(out) / "openvino_detokenizer.xml")
 
 
-def convert(room: Room, source: Path, out: Path, dtype: str) -> None:
+def convert(room: EnvironmentFolder, source: Path, out: Path, dtype: str) -> None:
     """As a folder; the dtype is told to the driver instead."""
     room.call("outrider.bench.engines.openvino", "write_model", source, out)
 
 
-def make(room: Room) -> None:
+def make(room: EnvironmentFolder) -> None:
     """OpenVINO GenAI, and what converts models for it, without the library for pictures that may want another torch."""
     room.pip("install", *room.pins)
     room.pip("uninstall", "--yes", "torchvision")
 
 
-ENGINE = Engine(
+ENGINE = PeerEngine(
     title="OpenVINO GenAI",
     modes=("plain", "prompt lookup", DRAFT_MODEL),
     command=python_driver("openvino"),

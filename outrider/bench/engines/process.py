@@ -13,7 +13,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
-from outrider.bench.engines.driver import Answer, Asked, Driver, Options
+from outrider.bench.engines.driver import Driver, DriverRequest, EngineOutput, Options
 
 START = 900.0
 """Seconds that a driver may take to load its models: some engines compile them."""
@@ -78,7 +78,7 @@ class Process(Driver):
             self.stop()
             raise
 
-    def ask(self, asked: Asked, *, patience: float = ANSWER) -> Answer:
+    def ask(self, asked: DriverRequest, *, patience: float = ANSWER) -> EngineOutput:
         """The tokens and the seconds of a run.
 
         Raises:
@@ -92,7 +92,7 @@ class Process(Driver):
         heard = self._hear(patience)
         if "refused" in heard:
             raise Refused(" ".join(str(heard["refused"]).split())[:300])
-        return Answer(**heard)
+        return EngineOutput(**heard)
 
     def stop(self) -> None:
         """End the process: it ends by itself when its input ends, or is killed."""

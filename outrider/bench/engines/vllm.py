@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-from outrider.bench.engines.driver import Answer, Asked, Driver, Options, serve
-from outrider.bench.engines.engine import DRAFT_MODEL, Engine, python_driver
-from outrider.bench.engines.environments import TORCH, Environment, Room
+from outrider.bench.engines.driver import Driver, DriverRequest, EngineOutput, Options, serve
+from outrider.bench.engines.engine import DRAFT_MODEL, PeerEngine, python_driver
+from outrider.bench.engines.environments import TORCH, Environment, EnvironmentFolder
 
 HEADS = ("medusa", "eagle", "eagle3", "dflash", "dspark")
 """vLLM's methods for heads that read the target's hidden states."""
@@ -62,7 +62,7 @@ class VllmDriver(Driver):
             raise ValueError("; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())) from error
         self._law, self._counting = SamplingParams, counting
 
-    def ask(self, asked: Asked) -> Answer:
+    def ask(self, asked: DriverRequest) -> EngineOutput:
         """Decode the prompts of a run."""
         law = self._law(
             temperature=asked.temperature,
@@ -72,7 +72,7 @@ class VllmDriver(Driver):
         )
         prompts = [{"prompt_token_ids": prompt} for prompt in asked.prompts]
         made = self._llm.generate(prompts, law, use_tqdm=False)
-        return Answer(tokens=[list(each.outputs[0].token_ids) for each in made], counts=self._counts())
+        return EngineOutput(tokens=[list(each.outputs[0].token_ids) for each in made], counts=self._counts())
 
     def _counts(self) -> dict[str, int]:
         """Drafts, draft tokens and accepted tokens so far."""
@@ -83,7 +83,7 @@ class VllmDriver(Driver):
         return {name: int(told[COUNTED + name].value) for name in names if COUNTED + name in told}
 
 
-def make(room: Room) -> None:
+def make(room: EnvironmentFolder) -> None:
     """vLLM without the libraries for pictures and sound, whose wheels may want another torch."""
     torch, vllm = room.pins
     room.pip("install", torch)
@@ -104,14 +104,14 @@ def requirements(wheel: Path, without: tuple[str, ...]) -> list[str]:
     return [line for line in told if "extra ==" not in line and not line.startswith(without)]
 
 
-def command(room: Room | None) -> list[str]:
+def command(room: EnvironmentFolder | None) -> list[str]:
     """Starts the driver with the OpenMP library that vLLM asks to be loaded first."""
     command = python_driver("vllm")(room)
     found = sorted(room.python.parents[1].glob("lib/libiomp5.so")) if room else []
     return ["env", f"LD_PRELOAD={found[0]}", *command] if found else command
 
 
-ENGINE = Engine(
+ENGINE = PeerEngine(
     title="vLLM",
     modes=("plain", "ngram", DRAFT_MODEL),
     command=command,

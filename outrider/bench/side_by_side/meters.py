@@ -18,7 +18,7 @@ PERIOD = 100
 
 
 @dataclass(kw_only=True)
-class Reading:
+class MeterReading:
     """What a run took; filled in when it ends.
 
     Attributes:
@@ -31,14 +31,14 @@ class Reading:
 
 
 @contextmanager
-def measured(device: torch.device, process: Path = PROCESS, powercap: Path = POWERCAP) -> Iterator[Reading]:
+def measured(device: torch.device, process: Path = PROCESS, powercap: Path = POWERCAP) -> Iterator[MeterReading]:
     """Measure the body.
 
     Args:
         process: The folder of this process, as Linux has it.
         powercap: The folder of energy counters, as Linux has it.
     """
-    found = Reading()
+    found = MeterReading()
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)

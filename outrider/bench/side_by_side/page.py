@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from outrider.bench.evidence import Estimate, Row, Sums
+from outrider.bench.evidence import IntervalEstimate, Row, Sums
 from outrider.bench.plot import Curve, Dots, Figure, Panel, Stacks
 from outrider.bench.report import Findings, Table
 from outrider.bench.side_by_side import metrics
@@ -180,9 +180,9 @@ def speeds(shown: Shown, figures: Sequence[dict[str, Any]]) -> Table:
     return Table(title="Speed", text=text, head=head, lines=lines)
 
 
-def _estimate(value: Sequence[float]) -> Estimate:
+def _estimate(value: Sequence[float]) -> IntervalEstimate:
     middle, low, high = value
-    return Estimate(value=middle, low=low, high=high)
+    return IntervalEstimate(value=middle, low=low, high=high)
 
 
 def _costs(each: dict[str, Any]) -> list[str]:
@@ -268,9 +268,9 @@ def by_category(shown: Shown, load: Load) -> Figure | None:
     )
 
 
-def exactly(value: float) -> Estimate:
+def exactly(value: float) -> IntervalEstimate:
     """A figure without an interval."""
-    return Estimate(value=value, low=value, high=value)
+    return IntervalEstimate(value=value, low=value, high=value)
 
 
 def by_position(shown: Shown, load: Load) -> Figure | None:
@@ -329,7 +329,7 @@ def by_nodes(shown: Shown, load: Load) -> Figure | None:
     )
 
 
-def _efficiency(rows: Sequence[Row]) -> Estimate:
+def _efficiency(rows: Sequence[Row]) -> IntervalEstimate:
     """Tokens per step with its interval, resampled over prompts."""
     counts: dict[str, Row] = {}
     for row in rows:
@@ -339,7 +339,7 @@ def _efficiency(rows: Sequence[Row]) -> Estimate:
         steps = [step for each in row["served"] for step in each["steps"]]
         one["tokens"] = one.get("tokens", 0) + sum(step[2] for step in steps)
         one["steps"] = one.get("steps", 0) + len(steps)
-    return Estimate.of(Sums(list(counts.values())).ratio("way", "tokens", "steps"))
+    return IntervalEstimate.of(Sums(list(counts.values())).ratio("way", "tokens", "steps"))
 
 
 def by_concurrency(shown: Shown) -> Figure | None:
@@ -350,7 +350,7 @@ def by_concurrency(shown: Shown) -> Figure | None:
     if len(loads) < 2:
         return None
 
-    def throughput(way: str, load: Load) -> Estimate:
+    def throughput(way: str, load: Load) -> IntervalEstimate:
         return _throughput(shown.rows(way, load))
 
     return _panel(
@@ -362,11 +362,11 @@ def by_concurrency(shown: Shown) -> Figure | None:
     )
 
 
-def _throughput(rows: Sequence[Row]) -> Estimate:
+def _throughput(rows: Sequence[Row]) -> IntervalEstimate:
     """Tokens per second of runs, with the slowest and the fastest round."""
     rounds = rounds_of(rows, rows[0]["method"], rows[0]["load"])
     whole = sum(row["tokens"] for row in rows) / sum(row["seconds"] for row in rows)
-    return Estimate(value=whole, low=min(rounds), high=max(rounds))
+    return IntervalEstimate(value=whole, low=min(rounds), high=max(rounds))
 
 
 def by_rate(shown: Shown) -> list[Figure | None]:
@@ -378,13 +378,13 @@ def by_rate(shown: Shown) -> list[Figure | None]:
     def at(load: Load) -> float:
         return float(getattr(load, "rate", 0.0))
 
-    def tpot(way: str, load: Load) -> Estimate:
+    def tpot(way: str, load: Load) -> IntervalEstimate:
         told = metrics.percentiles(metrics.time_per_output_token(shown.served(way, load))) or {}
-        return Estimate(**{name: 1000 * told.get(p, 0.0) for name, p in _MIDDLE_TO_WORST.items()})
+        return IntervalEstimate(**{name: 1000 * told.get(p, 0.0) for name, p in _MIDDLE_TO_WORST.items()})
 
-    def ttft(way: str, load: Load) -> Estimate:
+    def ttft(way: str, load: Load) -> IntervalEstimate:
         told = metrics.percentiles(metrics.time_to_first_token(shown.served(way, load))) or {}
-        return Estimate(**{name: 1000 * told.get(p, 0.0) for name, p in _MIDDLE_TO_WORST.items()})
+        return IntervalEstimate(**{name: 1000 * told.get(p, 0.0) for name, p in _MIDDLE_TO_WORST.items()})
 
     rates = _over_loads(shown, loads, at, lambda way, load: _throughput(shown.rows(way, load)))
     return [
@@ -412,7 +412,7 @@ _MIDDLE_TO_WORST = {"value": "p50", "low": "p50", "high": "p99"}
 
 
 def _over_loads(
-    shown: Shown, loads: Sequence[Load], at: Callable[[Load], float], figure: Callable[[str, Load], Estimate]
+    shown: Shown, loads: Sequence[Load], at: Callable[[Load], float], figure: Callable[[str, Load], IntervalEstimate]
 ) -> list[Curve]:
     """A curve for each way over the loads under which it ran."""
     curves = []

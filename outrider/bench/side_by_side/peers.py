@@ -9,10 +9,9 @@ from typing import Any
 
 from outrider.bench.engines import llama, openvino, vllm
 from outrider.bench.engines.agreement import Surprise, agreement, surprise
-from outrider.bench.engines.driver import Asked, Options
-from outrider.bench.engines.engine import DRAFT_MODEL, converted
-from outrider.bench.engines.engine import Engine as OtherEngine
-from outrider.bench.engines.environments import CannotMake, Room
+from outrider.bench.engines.driver import DriverRequest, Options
+from outrider.bench.engines.engine import DRAFT_MODEL, PeerEngine, converted
+from outrider.bench.engines.environments import CannotMake, EnvironmentFolder
 from outrider.bench.engines.process import Process, Refused, Stopped
 from outrider.bench.side_by_side.ways import BatchWay, driver_way, transformers_way
 from outrider.core.inputs import InputError, unknown
@@ -22,7 +21,7 @@ from outrider.engine.generation import Generation
 
 TRANSFORMERS, ASSISTED = "transformers", "assisted"
 """transformers' own `generate` in this process: plain, and with its own speculation."""
-OUTSIDE: Mapping[str, OtherEngine] = {"vllm": vllm.ENGINE, "llama": llama.ENGINE, "openvino": openvino.ENGINE}
+OUTSIDE: Mapping[str, PeerEngine] = {"vllm": vllm.ENGINE, "llama": llama.ENGINE, "openvino": openvino.ENGINE}
 """Engines in processes of their own."""
 NEARLY = {"bfloat16": 0.5, "float32": 0.01}
 """By how much, in logits, the target may prefer its own token to an engine's, by what both compute in."""
@@ -168,7 +167,7 @@ class Peers:
     def _dtype(self) -> str:
         return str(self.engine.parts.target.dtype).removeprefix("torch.")
 
-    def _room(self, name: str, other: OtherEngine) -> Room:
+    def _room(self, name: str, other: PeerEngine) -> EnvironmentFolder:
         """The environment of an engine. Raises CannotMake where there is none."""
         environment, folder = other.environment, self.options.environments
         if environment is None:
@@ -176,13 +175,13 @@ class Peers:
         if name in self.options.pythons:
             place = (folder / name).absolute()
             place.mkdir(parents=True, exist_ok=True)
-            return Room(place=place, pins=(), given=self.options.pythons[name].absolute())
+            return EnvironmentFolder(place=place, pins=(), given=self.options.pythons[name].absolute())
         if not environment.is_made(folder) and not self.options.make:
             named = f"name a Python that has it with --{name}-python, or " if name != "llama" else ""
             raise CannotMake(f"it is not installed; {named}let `--make-environments` install it")
         return environment.made(folder)
 
-    def _models(self, other: OtherEngine, room: Room) -> tuple[Path, Path | None]:
+    def _models(self, other: PeerEngine, room: EnvironmentFolder) -> tuple[Path, Path | None]:
         """Target and draft model in the engine's format. Raises CannotMake where that is not possible."""
         if self._dtype not in NEARLY:
             raise CannotMake(f"it is compared in {' or '.join(NEARLY)}; the target computes in {self._dtype}")
@@ -206,7 +205,9 @@ class Peers:
         """Raise CannotMake where an engine takes tokens that the target finds clearly less likely."""
         target: Any = self.engine.parts.target
         for prompt in self.greedy[:NUM_COMPARED]:
-            [tokens] = process.ask(Asked(prompts=[prompt], new_tokens=self.new_tokens, temperature=0.0, seed=0)).tokens
+            [tokens] = process.ask(
+                DriverRequest(prompts=[prompt], new_tokens=self.new_tokens, temperature=0.0, seed=0)
+            ).tokens
             found = agreement(target.model, prompt, tokens)
             if found.gap > NEARLY[self._dtype]:
                 raise CannotMake(
@@ -221,7 +222,7 @@ class Peers:
         target: Any = self.engine.parts.target
         found = Surprise(excess=0.0, variance=0.0)
         for prompt in self.greedy[:NUM_COMPARED]:
-            asked = Asked(prompts=[prompt], new_tokens=self.new_tokens, temperature=temperature, seed=0)
+            asked = DriverRequest(prompts=[prompt], new_tokens=self.new_tokens, temperature=temperature, seed=0)
             [tokens] = process.ask(asked).tokens
             found += surprise(target.model, prompt, tokens, temperature)
         if found.deviations > MOST_SURPRISING:

@@ -21,7 +21,7 @@ PARTS = ("target", "drafter", "rows", "verify", "commit", "replay", "rest")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
+class OutputChunk:
     """New tokens of one request.
 
     Attributes:
@@ -50,7 +50,7 @@ class Server(Protocol):
         """Send a request."""
         ...
 
-    def advance(self) -> list[Chunk]:
+    def advance(self) -> list[OutputChunk]:
         """Wait for the next chunks, and return them."""
         ...
 
@@ -78,7 +78,7 @@ class EngineServer:
             list(prompt), id=id, options=self._generation, max_new_tokens=max_new_tokens, sampling=sampling
         )
 
-    def advance(self) -> list[Chunk]:
+    def advance(self) -> list[OutputChunk]:
         """Make a step. Raises the error of a request that fails."""
         chunks = []
         for update in self._engine.step():
@@ -87,7 +87,7 @@ class EngineServer:
             if step is not None:
                 self.timings[id(step.timing)] = step.timing
             chunks.append(
-                Chunk(
+                OutputChunk(
                     id=update.id,
                     num_tokens=len(update.tokens),
                     drafted=0 if step is None else step.num_draft_tokens,

@@ -56,7 +56,7 @@ class Encoder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class PromptSet:
     """The conversations of a measurement.
 
     Attributes:
@@ -71,7 +71,7 @@ class Asked:
     template: str | None
 
 
-def ask(workload: Workload, encoder: Encoder, *, count: int | None, room: int, seed: int = 0) -> Asked:
+def ask(workload: Workload, encoder: Encoder, *, count: int | None, room: int, seed: int = 0) -> PromptSet:
     """Choose conversations, as many of every category as of any other.
 
     Args:
@@ -96,7 +96,7 @@ def ask(workload: Workload, encoder: Encoder, *, count: int | None, room: int, s
     if count is not None and count < len(fitting):
         chosen = fitting[:count] if workload.has_times else choose(fitting, count, seed)
     ids = repr([(each.id, prompts[each.id]) for each in chosen])
-    return Asked(
+    return PromptSet(
         conversations=tuple(chosen),
         left_out=len(workload.conversations) - len(fitting),
         token_ids=hashlib.sha256(ids.encode()).hexdigest(),

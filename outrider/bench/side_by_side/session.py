@@ -21,7 +21,7 @@ from outrider.bench.side_by_side.meters import measured
 from outrider.bench.side_by_side.metrics import Objectives
 from outrider.bench.side_by_side.peers import PeerOptions, Peers
 from outrider.bench.side_by_side.player import Player
-from outrider.bench.side_by_side.prompts import Asked, Encoder, ask
+from outrider.bench.side_by_side.prompts import Encoder, PromptSet, ask
 from outrider.bench.side_by_side.ways import EngineWay, LeftOut, Way
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workloads.conversation import Conversation
@@ -51,7 +51,7 @@ WARM_TOKENS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class BenchPlan:
     """What is measured.
 
     Attributes:
@@ -138,10 +138,10 @@ class Measurement:
         device: Where the target is.
     """
 
-    plan: Plan
+    plan: BenchPlan
     target: str
     workload: Workload
-    asked: Asked
+    asked: PromptSet
     ways: list[str] = field(default_factory=list)
     drafting: set[str] = field(default_factory=set)
     outside: set[str] = field(default_factory=set)
@@ -154,7 +154,7 @@ class Measurement:
 
 
 def measure(
-    plan: Plan,
+    plan: BenchPlan,
     *,
     finish: Callable[[Measurement, Folder], None] = lambda measurement, place: None,
     tell: Callable[[Row], None] = lambda row: None,
@@ -239,7 +239,7 @@ def encoder_of(setup: Setup) -> tuple[Encoder, int]:
     return Encoder(tokenizer, wanted.vocab_size or known), wanted.max_context or anatomy.longest_context or UNLIMITED
 
 
-def shared_setup(plan: Plan, context: int) -> Setup:
+def shared_setup(plan: BenchPlan, context: int) -> Setup:
     """The base setup, with slots and a context for the workload where it names none.
 
     Args:
@@ -249,7 +249,7 @@ def shared_setup(plan: Plan, context: int) -> Setup:
     return replace(plan.setup, max_slots=plan.setup.max_slots or slots, max_context=plan.setup.max_context or context)
 
 
-def settled(plan: Plan, engine: Engine) -> Generation:
+def settled(plan: BenchPlan, engine: Engine) -> Generation:
     """What is asked of each request: drawn as the target's generation config says, unless the plan says otherwise.
 
     Answers go on behind end tokens where an engine takes part whose driver cannot end there.
@@ -293,7 +293,7 @@ def arguments(found: Measurement, generation: Generation) -> dict[str, object]:
     }
 
 
-def checked(plan: Plan, shared: Setup, first: Engine, found: Measurement) -> dict[str, Engine]:
+def checked(plan: BenchPlan, shared: Setup, first: Engine, found: Measurement) -> dict[str, Engine]:
     """An engine for each configuration whose parts fit and that passes the gate; the others are noted.
 
     Raises:
@@ -360,9 +360,11 @@ def _take_turns(
         taken = {row["turn"] for row in place.rows if row.get("phase") == load.name}
         if any(turn.name not in taken for turn in todo):
             _warm_up(found, player, ways, groups[0], load)
-        clock = Clock(None if plan.time_limit is None else began + plan.time_limit * (number + 1) / len(plan.loads))
+        clock = SessionClock(
+            None if plan.time_limit is None else began + plan.time_limit * (number + 1) / len(plan.loads)
+        )
 
-        def run(turn: Turn[Way, Group], load: Load = load, clock: Clock = clock) -> Row | None:
+        def run(turn: Turn[Way, Group], load: Load = load, clock: SessionClock = clock) -> Row | None:
             return _row(found, player, load, turn) if clock.allows(turn) else None
 
         rows = place.take(load.name, todo, run)
@@ -372,7 +374,7 @@ def _take_turns(
 
 
 @dataclass
-class Clock:
+class SessionClock:
     """Whether time is left. A group that one way has done is done by all of them.
 
     Attributes:

@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.bench.side_by_side.configuration import Axis, Configuration, grid, point
 from outrider.bench.side_by_side.page import summary
-from outrider.bench.side_by_side.session import Measurement, Plan, measure
+from outrider.bench.side_by_side.session import BenchPlan, Measurement, measure
 from outrider.core import files
 from outrider.core.inputs import InputError, needs
 
@@ -42,7 +42,7 @@ class Point:
     stopped: bool = False
 
 
-def measure_point(plan: Plan, configuration: Configuration) -> Point:
+def measure_point(plan: BenchPlan, configuration: Configuration) -> Point:
     """Measure one configuration beside plain decoding, with nothing written."""
     found = measure(replace(plan, configurations=(configuration,), out=None))
     return as_point(found, configuration.name)
@@ -72,7 +72,9 @@ def made_of(found: Measurement) -> str:
     return json.dumps(own, sort_keys=True)
 
 
-def run_sweep(plan: Plan, axes: Sequence[Axis], *, trials: int | None = None, ray: str | None = None) -> list[Point]:
+def run_sweep(
+    plan: BenchPlan, axes: Sequence[Axis], *, trials: int | None = None, ray: str | None = None
+) -> list[Point]:
     """Measure the points of a sweep, and keep each as it comes.
 
     Args:
@@ -145,11 +147,11 @@ def best_first(points: Sequence[Point]) -> list[Point]:
 
 
 def by_optuna(
-    plan: Plan,
+    plan: BenchPlan,
     axes: Sequence[Axis],
     trials: int,
     kept: Points,
-    measured: Callable[[Plan, Configuration], Point] = measure_point,
+    measured: Callable[[BenchPlan, Configuration], Point] = measure_point,
 ) -> None:
     """Let Optuna choose points by the speedups of earlier ones.
 
@@ -174,7 +176,7 @@ def by_optuna(
     study.optimize(objective, n_trials=trials)
 
 
-def on_ray(plan: Plan, wanted: Sequence[Configuration], address: str) -> Iterator[Point]:
+def on_ray(plan: BenchPlan, wanted: Sequence[Configuration], address: str) -> Iterator[Point]:
     """Measure points on a Ray cluster as its machines become free, one at a time on each machine.
 
     The machines must have Outrider, the workload and the models at the same places.

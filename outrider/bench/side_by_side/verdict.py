@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outrider.bench.claims import FEWEST
-from outrider.bench.evidence import Estimate, Row
+from outrider.bench.evidence import IntervalEstimate, Row
 from outrider.bench.side_by_side.served import Served
 from outrider.bench.side_by_side.session import Measurement
 from outrider.bench.speedup import rate, speedup
@@ -21,7 +21,7 @@ Word = Literal["faster", "slower", "no difference found", "too few to judge"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class SpeedupVerdict:
     """How fast a way is beside the fastest in this process that drafts nothing.
 
     Attributes:
@@ -33,7 +33,7 @@ class Verdict:
     way: str
     load: str
     baseline: str
-    speedup: Estimate
+    speedup: IntervalEstimate
     num_units: int
 
     @property
@@ -51,7 +51,7 @@ class Verdict:
 
         Example:
             >>> of = dict(way="a", load="b", baseline="c", num_units=9)
-            >>> round(Verdict(speedup=Estimate(value=1.0, low=0.9, high=1.1), **of).smallest, 3)
+            >>> round(SpeedupVerdict(speedup=IntervalEstimate(value=1.0, low=0.9, high=1.1), **of).smallest, 3)
             1.133
         """
         return FASTER * self.speedup.value / self.speedup.low
@@ -116,7 +116,7 @@ def baseline_of(found: Measurement, load: str) -> str | None:
     return max(rates, key=rates.__getitem__) if rates else None
 
 
-def verdict_of(found: Measurement, way: str, load: str, category: str | None = None) -> Verdict | None:
+def verdict_of(found: Measurement, way: str, load: str, category: str | None = None) -> SpeedupVerdict | None:
     """The verdict on a way under a load; None where one of both did nothing.
 
     Args:
@@ -133,10 +133,10 @@ def verdict_of(found: Measurement, way: str, load: str, category: str | None = N
     estimate = speedup(ours, theirs, prompts)
     if estimate is None or not math.isfinite(estimate.value):
         return None
-    return Verdict(way=way, load=load, baseline=plain, speedup=estimate, num_units=len(prompts))
+    return SpeedupVerdict(way=way, load=load, baseline=plain, speedup=estimate, num_units=len(prompts))
 
 
-def chief(found: Measurement) -> Verdict | None:
+def chief(found: Measurement) -> SpeedupVerdict | None:
     """The verdict on the fastest configuration of Outrider that drafts, under the first load that has one."""
     own = {each.name for each in found.plan.configurations}
     for load in found.plan.loads:

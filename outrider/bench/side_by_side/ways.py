@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.bench.engines.driver import Asked, Driver
+from outrider.bench.engines.driver import Driver, DriverRequest
 from outrider.bench.engines.process import Refused, Stopped
-from outrider.bench.runs import Conditions, Job, on_transformers
+from outrider.bench.runs import Conditions, PromptBatch, on_transformers
 from outrider.bench.side_by_side.arrivals import ClosedLoop, Load
 from outrider.bench.side_by_side.player import PARTS, EngineServer, Player, request_id
 from outrider.bench.side_by_side.served import Served
@@ -186,7 +186,7 @@ def transformers_way(
         engine.rest()
         made = on_transformers(
             target.model,
-            Job(questions=tuple(asked), seed=seed),
+            PromptBatch(questions=tuple(asked), seed=seed),
             conditions,
             eos_ids=engine.eos_ids,
             assistant=assistant,
@@ -203,7 +203,7 @@ def driver_way(name: str, engine: Engine, driver: Driver, temperature: float, *,
 
     def answer(prompts: list[list[int]], num_tokens: int, seed: int) -> tuple[Sequence[Sequence[int]], float]:
         try:
-            made = driver.ask(Asked(prompts=prompts, new_tokens=num_tokens, temperature=temperature, seed=seed))
+            made = driver.ask(DriverRequest(prompts=prompts, new_tokens=num_tokens, temperature=temperature, seed=seed))
         except (Refused, Stopped) as error:
             raise LeftOut(str(error)) from error
         counts = sorted({len(tokens) for tokens in made.tokens})

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from outrider.bench.workloads.conversation import Conversation, Message
-from outrider.bench.workloads.record import Record
+from outrider.bench.workloads.record import FileRecord
 from outrider.core.conversations import RecordedConversation, RecordShape, conversation_of
 from outrider.core.inputs import InputError
 
@@ -45,8 +45,8 @@ class Format:
     """
 
     name: str
-    fits: Callable[[Record], bool]
-    read: Callable[[Record, TraceUnits], Conversation]
+    fits: Callable[[FileRecord], bool]
+    read: Callable[[FileRecord, TraceUnits], Conversation]
 
 
 def user(text: str) -> Message:
@@ -54,7 +54,7 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def played(record: Record) -> RecordedConversation:
+def played(record: FileRecord) -> RecordedConversation:
     """The conversation of a record. Raises InputError if it holds none."""
     try:
         found = conversation_of(record.fields)
@@ -65,14 +65,14 @@ def played(record: Record) -> RecordedConversation:
     return found
 
 
-def single(name: str, ids: tuple[str, ...] = ()) -> Callable[[Record, TraceUnits], Conversation]:
+def single(name: str, ids: tuple[str, ...] = ()) -> Callable[[FileRecord, TraceUnits], Conversation]:
     """A reader of one field that is the user's only message."""
     return lambda record, _: Conversation(
         id=record.id(*ids), category=record.category(name), opening=[user(record.text(name))]
     )
 
 
-def benchmark(record: Record, _: TraceUnits) -> Conversation:
+def benchmark(record: FileRecord, _: TraceUnits) -> Conversation:
     """Spec-Bench, MT-bench and SPEED-Bench: the user's turns are played; a system message stays before the first."""
     found = played(record)
     messages = [*found.messages, *found.later]
@@ -94,7 +94,7 @@ def benchmark(record: Record, _: TraceUnits) -> Conversation:
     )
 
 
-def share_gpt(record: Record, _: TraceUnits) -> Conversation:
+def share_gpt(record: FileRecord, _: TraceUnits) -> Conversation:
     """ShareGPT: the first text is the prompt."""
     found = played(record)
     shape = RecordShape(
@@ -104,7 +104,7 @@ def share_gpt(record: Record, _: TraceUnits) -> Conversation:
     return Conversation(id=record.id("id"), category="conversation", shape=shape, opening=[user(first)])
 
 
-def trace(record: Record, units: TraceUnits) -> Conversation:
+def trace(record: FileRecord, units: TraceUnits) -> Conversation:
     """A trace: when a request arrives, and how long it and its answer are. A repeated hash is a shared beginning.
 
     Token ids are drawn from what the hashes are, so that equal hashes are equal tokens. Such texts mean nothing: what
@@ -131,7 +131,7 @@ def words(key: int, count: int) -> list[int]:
     return found
 
 
-def ours(record: Record, _: TraceUnits) -> Conversation:
+def ours(record: FileRecord, _: TraceUnits) -> Conversation:
     """Outrider's own: `prompt`, a text to continue; or `turns`; or `messages`."""
     for name in OPTIONS:
         if record.has(name):
@@ -148,7 +148,7 @@ def ours(record: Record, _: TraceUnits) -> Conversation:
     return Conversation(shape=found.shape, opening=list(found.messages), replies=replies, **settings)
 
 
-def custom(record: Record, _: TraceUnits) -> Conversation:
+def custom(record: FileRecord, _: TraceUnits) -> Conversation:
     """vLLM's custom data set: one message of the user."""
     wanted = record.count("output_tokens") if record.has("output_tokens") else None
     return Conversation(
@@ -156,7 +156,7 @@ def custom(record: Record, _: TraceUnits) -> Conversation:
     )
 
 
-def any_of(*names: str) -> Callable[[Record], bool]:
+def any_of(*names: str) -> Callable[[FileRecord], bool]:
     """Whether a record has all these fields."""
     return lambda record: record.has(*names)
 
@@ -178,12 +178,12 @@ FORMATS = (
 """All formats. The first that fits a file's first record is the file's."""
 
 
-def has_prompt(record: Record) -> bool:
+def has_prompt(record: FileRecord) -> bool:
     """Whether a record holds a prompt of Outrider's own format."""
     return any(record.has(name) for name in ("prompt", "turns", "messages"))
 
 
-def format_of(record: Record) -> Format:
+def format_of(record: FileRecord) -> Format:
     """The format of a file, by its first record.
 
     Raises:

@@ -8,7 +8,7 @@ from outrider.core.inputs import InputError, shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class FileRecord:
     """An object of a file, and where it stands there.
 
     Attributes:
@@ -16,7 +16,7 @@ class Record:
         number: Its number in the file, from 0.
 
     Example:
-        >>> Record(place="a.jsonl, line 3", number=2, fields={"prompt": 7}).text("prompt")
+        >>> FileRecord(place="a.jsonl, line 3", number=2, fields={"prompt": 7}).text("prompt")
         Traceback (most recent call last):
         ...
         outrider.core.inputs.InputError: a.jsonl, line 3: 'prompt' must be a text, got 7

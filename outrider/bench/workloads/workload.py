@@ -12,7 +12,7 @@ from pathlib import Path
 from outrider.bench.workloads.conversation import Conversation
 from outrider.bench.workloads.formats import TraceUnits, format_of
 from outrider.bench.workloads.hub import KNOWN, download, hub_set, read_parquet
-from outrider.bench.workloads.record import Record
+from outrider.bench.workloads.record import FileRecord
 from outrider.core.conversations import RecordShape, taken_for
 from outrider.core.inputs import InputError, parse_json, text_of
 from outrider.embedded import ASSETS
@@ -78,7 +78,7 @@ def read_workload(place: str, units: TraceUnits | None = None) -> Workload:
     elif place in KNOWN or ("/" in place and not path.suffix and not path.is_absolute()):
         wanted = hub_set(place)
         records = [
-            Record(place=f"{wanted.id}, row {i + 1}", number=i, fields=fields)
+            FileRecord(place=f"{wanted.id}, row {i + 1}", number=i, fields=fields)
             for i, fields in enumerate(download(wanted))
         ]
         sha256 = _hash_of(records)
@@ -91,7 +91,7 @@ def read_workload(place: str, units: TraceUnits | None = None) -> Workload:
     return of_records(name, records, sha256, units or TraceUnits())
 
 
-def of_records(name: str, records: Sequence[Record], sha256: str, units: TraceUnits) -> Workload:
+def of_records(name: str, records: Sequence[FileRecord], sha256: str, units: TraceUnits) -> Workload:
     """The workload of records, all of the format of the first.
 
     Raises:
@@ -109,15 +109,15 @@ def of_records(name: str, records: Sequence[Record], sha256: str, units: TraceUn
     return Workload(name=name, format=format.name, sha256=sha256, conversations=tuple(conversations.values()))
 
 
-def _numbered(file: Path) -> list[Record]:
+def _numbered(file: Path) -> list[FileRecord]:
     """The records of a file, each with its place."""
     if file.suffix == ".parquet":
         rows = list(read_parquet(file))
-        return [Record(place=f"{file}, row {i + 1}", number=i, fields=row) for i, row in enumerate(rows)]
+        return [FileRecord(place=f"{file}, row {i + 1}", number=i, fields=row) for i, row in enumerate(rows)]
     text = text_of(file, "workload", READ)
     if file.suffix == ".csv":
         rows = [dict(row) for row in csv.DictReader(io.StringIO(text))]
-        return [Record(place=f"{file}, line {i + 2}", number=i, fields=row) for i, row in enumerate(rows)]
+        return [FileRecord(place=f"{file}, line {i + 2}", number=i, fields=row) for i, row in enumerate(rows)]
     if text.lstrip().startswith("["):
         found = parse_json(text, str(file))
         return [_record(f"{file}, item {i + 1}", i, each) for i, each in enumerate(found)]
@@ -129,12 +129,12 @@ def _numbered(file: Path) -> list[Record]:
     ]
 
 
-def _record(place: str, number: int, fields: object) -> Record:
+def _record(place: str, number: int, fields: object) -> FileRecord:
     if not isinstance(fields, dict):
         raise InputError(f"{place} is no JSON object")
-    return Record(place=place, number=number, fields=fields)
+    return FileRecord(place=place, number=number, fields=fields)
 
 
-def _hash_of(records: Sequence[Record]) -> str:
+def _hash_of(records: Sequence[FileRecord]) -> str:
     text = json.dumps([dict(record.fields) for record in records], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

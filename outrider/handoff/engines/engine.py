@@ -7,7 +7,7 @@ from outrider.handoff.handed import Handed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class ExportTarget:
     """An engine to which drafters are handed.
 
     Attributes:

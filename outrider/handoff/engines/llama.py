@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from outrider.handoff.engines.engine import Engine, asked
+from outrider.handoff.engines.engine import ExportTarget, asked
 from outrider.handoff.handed import Handed
 
 SIZES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -57,4 +57,6 @@ def losses(handed: Handed) -> Sequence[str]:
     return found
 
 
-ENGINE = Engine(title="llama.cpp", launch=launch, use=asked(8080), losses=losses, check="llama.py", reads_gguf=True)
+ENGINE = ExportTarget(
+    title="llama.cpp", launch=launch, use=asked(8080), losses=losses, check="llama.py", reads_gguf=True
+)

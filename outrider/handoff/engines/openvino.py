@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from outrider.handoff.engines.engine import Engine
+from outrider.handoff.engines.engine import ExportTarget
 from outrider.handoff.handed import Handed
 
 
@@ -43,7 +43,7 @@ def losses(handed: Handed) -> Sequence[str]:
     return found
 
 
-ENGINE = Engine(
+ENGINE = ExportTarget(
     title="OpenVINO GenAI",
     launch=launch,
     use=use,

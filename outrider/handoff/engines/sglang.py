@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from outrider.handoff.engines.engine import Engine, asked
+from outrider.handoff.engines.engine import ExportTarget, asked
 from outrider.handoff.handed import Handed
 from outrider.plan.exports import sglang_flags
 
@@ -40,7 +40,7 @@ def losses(handed: Handed) -> Sequence[str]:
     return found
 
 
-ENGINE = Engine(
+ENGINE = ExportTarget(
     title="SGLang",
     launch=launch,
     use=asked(30000),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from outrider.handoff.engines.engine import Engine
+from outrider.handoff.engines.engine import ExportTarget
 from outrider.handoff.handed import Handed
 
 
@@ -41,7 +41,7 @@ def losses(handed: Handed) -> Sequence[str]:
     ]
 
 
-ENGINE = Engine(
+ENGINE = ExportTarget(
     title="transformers",
     launch=launch,
     use=use,

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from outrider.handoff.engines.engine import Engine, asked
+from outrider.handoff.engines.engine import ExportTarget, asked
 from outrider.handoff.handed import Handed
 from outrider.plan.exports import batch_table
 
@@ -49,4 +49,4 @@ def losses(handed: Handed) -> Sequence[str]:
     return found
 
 
-ENGINE = Engine(title="vLLM", launch=launch, use=asked(8000), losses=losses, check="vllm.py")
+ENGINE = ExportTarget(title="vLLM", launch=launch, use=asked(8000), losses=losses, check="vllm.py")

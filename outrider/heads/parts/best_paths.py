@@ -10,7 +10,7 @@ from outrider.heads.parts.backoff import BackoffModel
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Paths:
+class BestPaths:
     """Different paths of one length, the best first.
 
     Attributes:
@@ -26,7 +26,7 @@ class Paths:
         the scores $s$ of these paths. None if no path is longer than the prefix and begins with it.
 
         Example:
-            >>> paths = Paths(tokens=np.array([[1, 2], [1, 3]]), scores=np.array([0.5, 0.0]))
+            >>> paths = BestPaths(tokens=np.array([[1, 2], [1, 3]]), scores=np.array([0.5, 0.0]))
             >>> paths.behind([1])[0].tolist(), paths.behind([2])[0].tolist()
             ([2, 3], [])
         """
@@ -49,7 +49,7 @@ def best_paths(
     context: Sequence[int] = (),
     model: BackoffModel | None = None,
     mu: float = 0.0,
-) -> Paths:
+) -> BestPaths:
     r"""The paths with the largest $\sum_i a_i(y_i) + \mu \sum_i \log G(y_i \mid \text{context}, y_1 \ldots y_{i-1})$.
 
     Two prefixes with the same last tokens have the same continuations, so that of those only the best `count` go on.
@@ -83,7 +83,7 @@ def best_paths(
         above, choice = above[kept], choice[kept]
         found = np.concatenate([found[above], row[choice, None]], 1)
         ends, sums = after[kept], grown[above, choice]
-    return Paths(tokens=found[:count], scores=sums[:count])
+    return BestPaths(tokens=found[:count], scores=sums[:count])
 
 
 def _rank(rows: Int[np.ndarray, "n width"]) -> Int[np.ndarray, " n"]:

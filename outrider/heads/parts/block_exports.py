@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from outrider.core.types import InputError
-from outrider.heads.parts.block_formats import SPECULATORS, BlockConfig, Sight, speculators_config
+from outrider.heads.parts.block_formats import SPECULATORS, AttentionSpan, BlockConfig, speculators_config
 from outrider.heads.parts.layer_config import described
 from outrider.lm.hf.checkpoint import TargetShape
 
@@ -51,7 +51,7 @@ def exported_config(
             f"llama.cpp reads {config.method} heads that use the target's embedding and output layer, and this one has "
             f"its own; train one: outrider train {config.method}"
         )
-    if engine != "vllm" and any(sight != Sight() for sight in config.sights):
+    if engine != "vllm" and any(sight != AttentionSpan() for sight in config.sights):
         raise InputError(
             f"{engine} reads {config.method} heads whose positions see all of the context and of their block, and this "
             f"one has windows or causal layers; vllm reads it, or train one: outrider train {config.method}"
@@ -96,7 +96,7 @@ def native_layout(config: BlockConfig, target: TargetShape, own: Mapping[str, An
         "sample_from_anchor": config.from_anchor,
         "dflash_config": inner,
     }
-    causal = {sight.causal for sight in config.sights or (Sight(),)}
+    causal = {sight.causal for sight in config.sights or (AttentionSpan(),)}
     if len(causal) == 1:
         # Two keys for one thing: engines differ in which they read.
         found["is_causal"] = inner["causal"] = causal == {True}

@@ -77,7 +77,7 @@ VERSION = "0.5.0"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
+class AttentionSpan:
     """What the positions of a block see in one layer. They see all of the context, unless it has a window.
 
     Attributes:
@@ -125,7 +125,7 @@ class BlockConfig:
     taps: tuple[int, ...]
     target_size: int
     from_anchor: bool = False
-    sights: tuple[Sight, ...] = ()
+    sights: tuple[AttentionSpan, ...] = ()
     embedding_scale: float = 1.0
     num_embeddings: int | None = None
     num_outputs: int | None = None
@@ -312,7 +312,7 @@ def native_config(config: BlockConfig, own: Mapping[str, Any], num_layers: int) 
     Raises:
         InputError: The layout cannot describe the head.
     """
-    causal = {sight.causal for sight in config.sights or (Sight(),)}
+    causal = {sight.causal for sight in config.sights or (AttentionSpan(),)}
     scaled = config.embedding_scale != 1 and "input_embedding_scale" not in own
     if len(causal) > 1 or scaled or 0 in config.taps:
         raise InputError(
@@ -420,7 +420,7 @@ def _assistant(found: Mapping[str, Any], path: str) -> BlockConfig:
     more = ("head_dim", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "hidden_act")
     shared = {name: getattr(own, name) for name in (*same, *more)}
     layers = made_config("qwen3", {"vocab_size": 0, **shared}, path, least_vocab=0)
-    near = Sight(window=size(said, "sliding_window", path) + 1)
+    near = AttentionSpan(window=size(said, "sliding_window", path) + 1)
     return BlockConfig(
         method="dflash",
         layers=layers,
@@ -428,7 +428,7 @@ def _assistant(found: Mapping[str, Any], path: str) -> BlockConfig:
         mask_id=size(said, "mask_token_id", path, least=0),
         taps=_taps(own.target_layer_ids, 1, path),
         target_size=own.hidden_size,
-        sights=tuple(near if slides else Sight() for slides in _sliding(own, path)),
+        sights=tuple(near if slides else AttentionSpan() for slides in _sliding(own, path)),
     )
 
 
@@ -535,7 +535,7 @@ def _shifted(said: Mapping[str, Any], path: str, answers: Answers) -> bool:
 
 def _sights_of_speculators(
     found: Mapping[str, Any], layers: PreTrainedConfig, path: str, answers: Answers
-) -> tuple[Sight, ...]:
+) -> tuple[AttentionSpan, ...]:
     """What each layer sees in the layout of `speculators`, whose own layers without a window are never causal."""
     slides, both = _sliding(layers, path), _truth(found, "sliding_window_non_causal", path)
     if any(slides):
@@ -555,7 +555,7 @@ def _sights_of_speculators(
 
 def _sights_of_authors(
     found: Mapping[str, Any], inner: Mapping[str, Any], layers: PreTrainedConfig, path: str, answers: Answers
-) -> tuple[Sight, ...]:
+) -> tuple[AttentionSpan, ...]:
     """What each layer sees in an author's layout.
 
     `use_swa` gives every layer a window where no layer is named that has one, and changes nothing else. Without a word
@@ -635,7 +635,7 @@ def _window(layers: PreTrainedConfig, given: Any, path: str) -> int:
 
 def _sights(
     slides: Sequence[bool], window: int | None, *, inside: bool = False, everywhere: bool = False
-) -> tuple[Sight, ...]:
+) -> tuple[AttentionSpan, ...]:
     """What each layer sees.
 
     Args:
@@ -643,8 +643,10 @@ def _sights(
         inside: Whether these are causal.
         everywhere: Whether the others are.
     """
-    found = tuple(Sight(window=window, causal=inside) if each else Sight(causal=everywhere) for each in slides)
-    return found if any(sight != Sight() for sight in found) else ()
+    found = tuple(
+        AttentionSpan(window=window, causal=inside) if each else AttentionSpan(causal=everywhere) for each in slides
+    )
+    return found if any(sight != AttentionSpan() for sight in found) else ()
 
 
 def _truth(given: Mapping[str, Any], name: str, path: str) -> bool | None:

@@ -29,9 +29,9 @@ from outrider.heads.objective import HeadContext, HeadObjective
 from outrider.heads.parts.block_exports import exported_config
 from outrider.heads.parts.block_formats import (
     Answers,
+    AttentionSpan,
     BlockConfig,
     Method,
-    Sight,
     block_config,
     in_speculators,
     method_of,
@@ -42,14 +42,14 @@ from outrider.heads.parts.block_formats import (
 from outrider.heads.parts.layer_config import rotary_doubts
 from outrider.heads.parts.layers import Attention, GatedMLP, Rotary
 from outrider.learning.attention import GroupKeys
-from outrider.learning.batch import Batch, Document, on_device
+from outrider.learning.batch import Document, TrainBatch, on_device
 from outrider.learning.block_loss import BlockLoss, usual_gamma
 from outrider.learning.divergences import Divergence, among_likeliest, chunked, cross_entropy, divergence
-from outrider.learning.learner import Judged, Loss
+from outrider.learning.learner import JudgedDrafts, Loss
 from outrider.learning.options import HeadOptions, loss, size
 from outrider.learning.target_rows import rows_at, with_rows
 from outrider.learning.top_rows import TopRows
-from outrider.lm.forwards.head_package import Kind
+from outrider.lm.forwards.head_package import HeadForwardKind
 from outrider.lm.head import HeadLM, KVCache, sees_all
 from outrider.lm.hf.anatomy import rotary_parameters
 from outrider.lm.hf.checkpoint import TARGET, Checkpoint, TargetShape, made
@@ -204,7 +204,7 @@ class BlockHead(Head):
     method: ClassVar[Method]
     own_keys: ClassVar[Collection[str]] = ()
     num_taps: ClassVar[int] = 5
-    kinds: ClassVar[Sequence[Kind]] = (Kind(logits=False), Kind(features=False))
+    kinds: ClassVar[Sequence[HeadForwardKind]] = (HeadForwardKind(logits=False), HeadForwardKind(features=False))
 
     def __init__(self, config: BlockConfig, ends: EmbeddingAndHead, vocab_size: int) -> None:
         super().__init__()
@@ -357,7 +357,7 @@ class BlockHead(Head):
                 )
             )
         causal = all(sight.causal for sight in config.sights) and bool(config.sights)
-        other = () if causal else (Sight(causal=True),) * config.layers.num_hidden_layers
+        other = () if causal else (AttentionSpan(causal=True),) * config.layers.num_hidden_layers
         found.append(
             Doubt(
                 about="causality",
@@ -444,7 +444,7 @@ class BlockHead(Head):
         rotary = self.rotary(states, positions)
         for i, layer in enumerate(self._layers()):
             seen = mask
-            if self.config.sights and self.config.sights[i] != Sight():
+            if self.config.sights and self.config.sights[i] != AttentionSpan():
                 keys = torch.arange(mask.shape[-1], device=mask.device)[None] if places is None else places
                 seen = mask & _within(self.config.sights[i], positions, keys)[:, None]
             states = layer(states, rotary, seen, cache)
@@ -490,7 +490,7 @@ class BlockHead(Head):
 
 
 def _within(
-    sight: Sight, queries: Int[Tensor, "rows width"], keys: Int[Tensor, "#rows keys"]
+    sight: AttentionSpan, queries: Int[Tensor, "rows width"], keys: Int[Tensor, "#rows keys"]
 ) -> Bool[Tensor, "rows width keys"]:
     """The keys that a layer's sight allows, by their positions."""
     ahead = keys[:, None, :] - queries[:, :, None]
@@ -741,7 +741,7 @@ class BlockObjective(HeadObjective):
     def guess_rows(self, length: int) -> int:
         return min(length, self.options.num_anchors) * self.head.config.max_depth
 
-    def forward(self, batch: Batch) -> Loss:
+    def forward(self, batch: TrainBatch) -> Loss:
         """The loss of the guesses of all drawn blocks."""
         batch = self.with_states(batch)
         drawn = self.anchors(batch)
@@ -792,7 +792,7 @@ class BlockObjective(HeadObjective):
         )
 
     def values(
-        self, batch: Batch, inner: Float[Tensor, "n inner"], labels: Int[Tensor, " n"], each: LossOfRows
+        self, batch: TrainBatch, inner: Float[Tensor, "n inner"], labels: Int[Tensor, " n"], each: LossOfRows
     ) -> Float[Tensor, " n"]:
         """What is minimised of each guess, before it is weighted.
 
@@ -821,7 +821,7 @@ class BlockObjective(HeadObjective):
             counts += np.maximum(learnt - 1 - depths, 0)
         return torch.from_numpy(counts).double()
 
-    def anchors(self, batch: Batch) -> Anchors:
+    def anchors(self, batch: TrainBatch) -> Anchors:
         """The anchors of the rows in the batch's step, in order. Each is a learnt token that another follows."""
         learnt = batch.host.learnt
         drawn: list[Int[np.ndarray, " anchors"]] = []
@@ -835,11 +835,11 @@ class BlockObjective(HeadObjective):
         return _filled(drawn)
 
     @torch.no_grad()
-    def judged(self, batch: Batch, depth: int) -> Judged:
+    def judged(self, batch: TrainBatch, depth: int) -> JudgedDrafts:
         """Drafts along the texts of a batch, which begin behind every learnt token."""
         self.head.check_depth(depth)
         if batch.learnt.shape[1] <= depth:
-            return Judged(log_ratios=np.zeros((0, depth)), agrees=np.zeros((0, depth), dtype=bool))
+            return JudgedDrafts(log_ratios=np.zeros((0, depth)), agrees=np.zeros((0, depth), dtype=bool))
         batch = self.with_states(batch)
         begins = torch.from_numpy(batch.host.learnt).unfold(1, depth + 1, 1).all(-1).numpy()
         every, context = _filled([np.flatnonzero(row) for row in begins]), self._context(batch)
@@ -854,7 +854,7 @@ class BlockObjective(HeadObjective):
             # Blocks that count have `depth` guesses that count.
             ratios.append(values.view(-1, depth).double().cpu().numpy())
             agrees.append(equal.view(-1, depth).cpu().numpy())
-        return Judged(log_ratios=np.concatenate(ratios), agrees=np.concatenate(agrees))
+        return JudgedDrafts(log_ratios=np.concatenate(ratios), agrees=np.concatenate(agrees))
 
     def record(self, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
         config, tensors = super().record(dtype)
@@ -862,12 +862,12 @@ class BlockObjective(HeadObjective):
             config["speculators_config"]["verifier"]["architectures"] = [type(self.context.target).__name__]
         return config, tensors
 
-    def with_states(self, batch: Batch) -> Batch:
+    def with_states(self, batch: TrainBatch) -> TrainBatch:
         """As of every head; where the target's rows were captured, its last states are not needed."""
         captured = batch.logits_of_target is not None or batch.rows_of_target is not None
         return batch if captured and set(self.taps) <= batch.hidden.keys() else super().with_states(batch)
 
-    def _context(self, batch: Batch) -> GroupKeys:
+    def _context(self, batch: TrainBatch) -> GroupKeys:
         """Keys and values of all positions of the texts."""
         cache, weight = GroupKeys(self.head.config.block_size), self.head.norm.weight
         features = torch.cat([batch.hidden[tap].to(weight.dtype) for tap in self.taps], -1)
@@ -877,7 +877,7 @@ class BlockObjective(HeadObjective):
         self.head(batch.tokens, features, places, mask.expand(rows, 1, length, length), cache)
         return cache
 
-    def _guesses(self, batch: Batch, context: GroupKeys, anchors: Anchors, depth: int) -> _Guesses:
+    def _guesses(self, batch: TrainBatch, context: GroupKeys, anchors: Anchors, depth: int) -> _Guesses:
         """The first `depth` guesses of the blocks of some anchors; one that counts for nothing if there are none."""
         config, host, device = self.head.config, batch.host, batch.tokens.device
         before = anchors.places.numpy()[..., None] + np.arange(depth)
@@ -901,7 +901,7 @@ class BlockObjective(HeadObjective):
             count=len(at),
         )
 
-    def _rows_of_both(self, batch: Batch, found: _Guesses) -> RowsOfBoth:
+    def _rows_of_both(self, batch: TrainBatch, found: _Guesses) -> RowsOfBoth:
         """The target's rows of some guesses and the head's own, over the same outcomes."""
         if batch.logits_of_target is None and batch.rows_of_target is not None:
             kept, places = batch.rows_of_target, (found.rows, found.before)
@@ -916,14 +916,14 @@ class BlockObjective(HeadObjective):
         return live
 
     @torch.no_grad()
-    def _target_logits(self, batch: Batch, found: _Guesses, rows: slice) -> Float[Tensor, "rows vocab"]:
+    def _target_logits(self, batch: TrainBatch, found: _Guesses, rows: slice) -> Float[Tensor, "rows vocab"]:
         """The target's logits of the tokens that some guesses are of."""
         places = (found.rows[rows], found.before[rows])
         if batch.logits_of_target is not None:
             return rows_at(batch.logits_of_target, *places)
         return self.ends.head(self.ends.norm(batch.hidden[self.shape.num_layers][places]))
 
-    def _compared(self, batch: Batch, found: _Guesses) -> tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]:
+    def _compared(self, batch: TrainBatch, found: _Guesses) -> tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]:
         """The log-ratio of each label's probabilities, and whether the likeliest tokens of both agree."""
         ratios, agrees = [], []
         for begin in range(0, len(found.labels), self.chunk):

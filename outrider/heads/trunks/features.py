@@ -24,7 +24,7 @@ from outrider.heads.objective import GuessObjective
 from outrider.heads.parts.layer_config import rotary_doubts
 from outrider.heads.parts.layers import Rotary
 from outrider.learning.attention import GroupKeys
-from outrider.learning.batch import PADDING, Batch, on_device
+from outrider.learning.batch import PADDING, TrainBatch, on_device
 from outrider.learning.options import HeadOptions, loss
 from outrider.lm.head import HeadLM, KVCache
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
@@ -553,7 +553,7 @@ class FeatureObjective(GuessObjective):
         # Of several specialists, each runs in its own passes.
         return length * self.num_guesses // (1 + len(self.head.specialists))
 
-    def guesses(self, batch: Batch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
+    def guesses(self, batch: TrainBatch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
         """What the head outputs in pass 0, 1, ..., `count - 1`."""
         length, device = batch.tokens.shape[1], batch.tokens.device
         features = self.features(batch)
@@ -577,7 +577,7 @@ class FeatureObjective(GuessObjective):
             features = self.head.next_feature(head_output.detach() if self.detached else head_output)
             mask = torch.cat([mask, own], -1)
 
-    def features(self, batch: Batch) -> Float[Tensor, "rows length dim"]:
+    def features(self, batch: TrainBatch) -> Float[Tensor, "rows length dim"]:
         """The features of pass 0, from the target's hidden states."""
         return self.head.fuse(torch.cat([batch.hidden[tap] for tap in self.taps], -1))
 
@@ -585,7 +585,7 @@ class FeatureObjective(GuessObjective):
         """Logits of what is output; the same function in every pass."""
         return self.head.logits(hidden)
 
-    def _noises(self, batch: Batch) -> Float[Tensor, "rows length dim"]:
+    def _noises(self, batch: TrainBatch) -> Float[Tensor, "rows length dim"]:
         """Uniform noise, keyed by seed, step and row."""
         size = self.head.feature_size
         rows = []

@@ -17,8 +17,8 @@ from outrider.drafters.marginal import MarginalDrafter
 from outrider.drafters.protocol import Observed
 from outrider.drafters.stateful import StatefulDrafter
 from outrider.heads.head import Head, TrainedHead
-from outrider.heads.objective import GuessObjective, Places
-from outrider.learning.batch import Batch
+from outrider.heads.objective import GuessObjective, LearntPositions
+from outrider.learning.batch import TrainBatch
 from outrider.learning.options import HeadOptions, loss
 from outrider.lm.forwards.packed import packed
 from outrider.lm.head import suited
@@ -292,7 +292,7 @@ class StateHeadsObjective(GuessObjective):
         """The number of heads."""
         return self.num_guesses
 
-    def guesses(self, batch: Batch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
+    def guesses(self, batch: TrainBatch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
         """What head 0, 1, ..., `count - 1` makes of each state."""
         hidden = self.last_states(batch).to(self.head.weight.dtype)
         for number in range(count):
@@ -302,7 +302,7 @@ class StateHeadsObjective(GuessObjective):
         """Logits of a head."""
         return self.head.logits(hidden, number)
 
-    def found(self, out: Path, batches: Iterable[Batch]) -> Mapping[str, str]:
+    def found(self, out: Path, batches: Iterable[TrainBatch]) -> Mapping[str, str]:
         """The tree that fits the accuracies of the heads that were kept."""
         self.head.load_state_dict(read_tensors(str(out)))
         here = (batch.to(self.head.weight.device) for batch in batches)
@@ -312,7 +312,7 @@ class StateHeadsObjective(GuessObjective):
 
     @torch.no_grad()
     def accuracies(
-        self, batches: Iterable[Batch], *, ranks: int = 10, greedy: bool
+        self, batches: Iterable[TrainBatch], *, ranks: int = 10, greedy: bool
     ) -> Float[np.ndarray, "heads ranks"]:
         """How often a head's likeliest, second likeliest, ... token is the one that comes.
 
@@ -325,7 +325,7 @@ class StateHeadsObjective(GuessObjective):
         for given in batches:
             batch = self.with_states(given)
             for number, hidden in enumerate(self.guesses(batch, self.num_guesses)):
-                places = Places.of(batch, number)
+                places = LearntPositions.of(batch, number)
                 picked, target = hidden[places.rows, places.at], self._target_logits(batch, number, places)
                 for begin in range(0, len(places.labels), self.chunk):
                     rows = slice(begin, begin + self.chunk)

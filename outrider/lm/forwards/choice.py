@@ -13,9 +13,9 @@ from torch import Tensor
 from outrider.core.inputs import InputError
 from outrider.core.ranks import together
 from outrider.host import remembered
-from outrider.host.cores import Usage, crowded, shares
+from outrider.host.cores import CoreUsage, crowded, shares
 from outrider.lm.fingerprint import shape_of
-from outrider.lm.forwards.forward import BLOCK, FORWARDS, Choice, Forward
+from outrider.lm.forwards.forward import BLOCK, FORWARDS, Forward, ForwardChoice
 from outrider.lm.forwards.packed import worth_packing
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
@@ -31,7 +31,7 @@ PATIENCE = 0.1
 """Seconds after which a kind of forward is not repeated any more."""
 WIDE = 48
 """Tokens of a forward on which compiled and eager ones are compared: compiled ones are slow with many tokens."""
-_BEGAN = Usage.now()
+_BEGAN = CoreUsage.now()
 """Use of the cores when this module was imported, before any model was read."""
 log = logging.getLogger("outrider")
 
@@ -44,7 +44,7 @@ def choose(
     lasting: bool = True,
     taps: Sequence[int] = (),
     surely: bool = False,
-) -> Choice:
+) -> ForwardChoice:
     """Let a model's forwards run in the fastest way that is at hand, or as they are told to.
 
     The fastest is the one with the least time for a token and a block together. Compiled forwards are at hand where
@@ -64,7 +64,7 @@ def choose(
     if together() > 1 and forward is None:
         # Processes that hold one target together would measure different times.
         usual = 2 if _paddings(lm) == IN_HALF else 1
-        return _applied(lm, Choice(forward="eager", pad_to=pad_to or usual))
+        return _applied(lm, ForwardChoice(forward="eager", pad_to=pad_to or usual))
     if forward is not None:
         candidates = [forward]
     else:
@@ -72,7 +72,7 @@ def choose(
     paddings = _paddings(lm) if pad_to is None else (pad_to,)
     settled = len(candidates) == len(paddings) == 1 and candidates != ["compiled"]
     if settled or lm.max_context < CONTEXT + BLOCK:
-        return _applied(lm, Choice(forward=candidates[-1], pad_to=2 if paddings == IN_HALF else paddings[0]))
+        return _applied(lm, ForwardChoice(forward=candidates[-1], pad_to=2 if paddings == IN_HALF else paddings[0]))
     key = {
         "machine": remembered.machine(lm.device),
         "model": shape_of(lm.model),
@@ -81,7 +81,7 @@ def choose(
     }
     choice = _read(remembered.read("forward", key), candidates)
     if choice is None or (choice.busy and (surely or not _crowded(_BEGAN))):
-        before = Usage.now()
+        before = CoreUsage.now()
         found = _measured(lm, candidates, paddings)
         choice = replace(found, busy=_crowded(before))
         remembered.write("forward", key, {**vars(choice), "milliseconds": dict(choice.milliseconds)})
@@ -100,12 +100,12 @@ def at_hand(lm: LanguageModel, taps: Sequence[int] = ()) -> list[Forward]:
     return [name for name in FORWARDS if lm.why_not(name) is None and extra[name]()]
 
 
-def _crowded(before: Usage) -> bool:
+def _crowded(before: CoreUsage) -> bool:
     """Whether other processes have taken the cores since a moment."""
-    return crowded(shares(before, Usage.now()), torch.get_num_threads())
+    return crowded(shares(before, CoreUsage.now()), torch.get_num_threads())
 
 
-def _applied(lm: LanguageModel, choice: Choice) -> Choice:
+def _applied(lm: LanguageModel, choice: ForwardChoice) -> ForwardChoice:
     lm.run_by(choice.forward)
     lm.drop_others()
     lm.pad_to, lm.narrow = choice.pad_to, lm.widest if choice.narrow is None else choice.narrow
@@ -113,7 +113,7 @@ def _applied(lm: LanguageModel, choice: Choice) -> Choice:
 
 
 @torch.inference_mode()
-def _measured(lm: LanguageModel, candidates: Sequence[Forward], paddings: Sequence[int]) -> Choice:
+def _measured(lm: LanguageModel, candidates: Sequence[Forward], paddings: Sequence[int]) -> ForwardChoice:
     found: dict[Forward, tuple[float, float]] = {}
     lm.pad_to = paddings[0]
     for forward in candidates:
@@ -130,7 +130,7 @@ def _measured(lm: LanguageModel, candidates: Sequence[Forward], paddings: Sequen
     lm.run_by(best)
     pad_to = _least_padding(lm, paddings)
     lm.num_forwards = 0
-    return Choice(forward=best, pad_to=pad_to, narrow=narrow, milliseconds=found)
+    return ForwardChoice(forward=best, pad_to=pad_to, narrow=narrow, milliseconds=found)
 
 
 def _runs_by(lm: LanguageModel, forward: Forward, *, alone: bool) -> bool:
@@ -232,7 +232,7 @@ def _text(lm: LanguageModel, count: int, start: int = 0) -> Tensor:
     return (torch.arange(start, start + count, device=lm.device) * 7919 + 11) % lm.vocab_size
 
 
-def _read(kept: Mapping[str, Any] | None, candidates: Sequence[Forward]) -> Choice | None:
+def _read(kept: Mapping[str, Any] | None, candidates: Sequence[Forward]) -> ForwardChoice | None:
     """The choice that was remembered; None if there is none or it makes no sense."""
     match kept:
         case {
@@ -243,5 +243,5 @@ def _read(kept: Mapping[str, Any] | None, candidates: Sequence[Forward]) -> Choi
             "busy": bool(busy),
         } if forward in candidates and pad_to >= 1:
             pairs = {name: (float(pair[0]), float(pair[1])) for name, pair in times.items()}
-            return Choice(forward=forward, pad_to=pad_to, narrow=narrow, milliseconds=pairs, busy=busy)  # type: ignore[arg-type]
+            return ForwardChoice(forward=forward, pad_to=pad_to, narrow=narrow, milliseconds=pairs, busy=busy)  # type: ignore[arg-type]
     return None

@@ -14,7 +14,7 @@ BLOCK = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class ForwardChoice:
     """How the forwards of a model run, and why.
 
     Attributes:
@@ -26,7 +26,7 @@ class Choice:
         reason: Why no other kind is possible, as the end of a sentence; None where the choice was free.
 
     Example:
-        >>> print(Choice(forward="packed", pad_to=2, milliseconds={"eager": (9.0, 9.5), "packed": (6.0, 6.25)}))
+        >>> print(ForwardChoice(forward="packed", pad_to=2, milliseconds={"eager": (9.0, 9.5), "packed": (6.0, 6.25)}))
         packed: 6.0 ms for a token, 6.2 ms for 6; eager: 9.0 ms for a token, 9.5 ms for 6
     """
 

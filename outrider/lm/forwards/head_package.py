@@ -22,14 +22,14 @@ from outrider.lm.slots.slotted import Inputs, Outputs
 from outrider.lm.slots.window import Window
 
 
-class Kind(NamedTuple):
+class HeadForwardKind(NamedTuple):
     """A kind of a head's forward: whether its nodes have features, and whether logits are wanted."""
 
     features: bool = True
     logits: bool = True
 
 
-KINDS = (Kind(),)
+KINDS = (HeadForwardKind(),)
 """The kinds that a head is compiled for, unless its `kinds` names others."""
 
 
@@ -49,7 +49,7 @@ class HeadPackage(Library):
     builder: MaskBuilder
     storages: Sequence[Tensor]
     entries: Mapping[int, tuple[int, int]]
-    kind: Kind = KINDS[0]
+    kind: HeadForwardKind = KINDS[0]
 
     @property
     def name(self) -> str:

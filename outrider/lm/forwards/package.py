@@ -21,7 +21,7 @@ from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.cache_keyword import cache_keyword
 from outrider.lm.hf.taps import attach
 from outrider.lm.slots.batch import upload
-from outrider.lm.slots.layout import Layout, Order
+from outrider.lm.slots.layout import Layout, NodeOrder
 from outrider.lm.slots.masks import MaskBuilder
 from outrider.lm.slots.slotted import Inputs, Outputs
 from outrider.lm.slots.window import Window
@@ -106,7 +106,7 @@ class Package(Library):
         storages = [s.new_zeros(ROWS, CAPACITY, *s.shape[2:]) for s in self.storages]
         nodes, laid, laid_sizes = positions, [], []
         if self.unpadded:
-            order = Order.of(np.array(COUNTS), range(ROWS), WIDTH)
+            order = NodeOrder.of(np.array(COUNTS), range(ROWS), WIDTH)
             laid, laid_sizes = upload([order.nodes, order.places], positions.device), [{0: rows, 1: width}, {0: count}]
             nodes = positions.reshape(1, -1)[:, laid[1]]
         node_sizes = {1: count} if self.unpadded else {0: rows, 1: width}

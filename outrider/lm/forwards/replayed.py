@@ -23,7 +23,7 @@ from outrider.host.meanwhile import hand_over
 from outrider.lm.forwards.recorder import RECORDERS, Recorder, Recording
 from outrider.lm.slots.batch import OneEach, Padded, upload
 from outrider.lm.slots.cache import SlotCache
-from outrider.lm.slots.chain import Drawn, Links, Noise
+from outrider.lm.slots.chain import ChainNoise, DrawnTokens, Links
 from outrider.lm.slots.slotted import Inputs, Outputs, WholeChain
 
 MOST = 120
@@ -92,8 +92,8 @@ class ReplayedForward:
         )
 
     def draw_chain(
-        self, chain: WholeChain, tokens: Int[Tensor, " n"], links: Links, noise: Noise | None
-    ) -> Drawn | None:
+        self, chain: WholeChain, tokens: Int[Tensor, " n"], links: Links, noise: ChainNoise | None
+    ) -> DrawnTokens | None:
         """Run all forwards and draws of a chain; None where they cannot be recorded."""
         masks = _tensors(chain.masks)
         if masks is None:
@@ -110,7 +110,7 @@ class ReplayedForward:
         kept.replay(rows, values, [chain.positions, chain.places, *masks])
         self.num_forwards += len(chain.positions)
         drawn, *distributions = (rows.of(output, axis=1) for output in kept.outputs)
-        return Drawn(tokens=drawn, rows=distributions[0] if distributions else None)
+        return DrawnTokens(tokens=drawn, rows=distributions[0] if distributions else None)
 
     def forget(self) -> None:
         """Drop all recordings, because the memory that they use has moved, or is not needed."""

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoConfig, GgufConfig, PreTrainedConfig, PreTrainedModel
 
 from outrider.core.inputs import needs
-from outrider.core.place import Place
+from outrider.core.place import CheckpointPlace
 from outrider.core.types import InputError
 from outrider.lm.hf import unpacked
 
@@ -92,7 +92,7 @@ def check_libraries(file: Path) -> None:
         raise needs(f"the GGUF file {file}", " and ".join(missing), "gguf")
 
 
-def gguf_config(place: Place) -> PreTrainedConfig:
+def gguf_config(place: CheckpointPlace) -> PreTrainedConfig:
     """The config that a GGUF file's header stands for, in the dtype of its weights. Raises what transformers raises."""
     file = place.file
     assert file is not None
@@ -112,7 +112,7 @@ def dequantised() -> GgufConfig:
     return GgufConfig(dequantize=True)
 
 
-def as_plain(model: PreTrainedModel, place: Place) -> PreTrainedModel:
+def as_plain(model: PreTrainedModel, place: CheckpointPlace) -> PreTrainedModel:
     """A model whose blocks became plain weights, as a model that never had any: it can be trained, saved and moved."""
     assert place.file is not None
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.utils import cached_file, is_accelerate_available
 
 from outrider.core.inputs import needs, shown
-from outrider.core.place import CONFIGS, Place, place_of
+from outrider.core.place import CONFIGS, CheckpointPlace, place_of
 from outrider.core.ranks import launched
 from outrider.core.types import InputError
 from outrider.host.versions import warn_of_untested
@@ -165,7 +165,7 @@ def open_model(
 
 
 def _loaded(
-    place: Place, config: PreTrainedConfig, given: Mapping[str, Any], began: int
+    place: CheckpointPlace, config: PreTrainedConfig, given: Mapping[str, Any], began: int
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """A model, and what transformers tells of its loading.
 
@@ -201,7 +201,7 @@ def _read(config: PreTrainedConfig, folder: str, given: Mapping[str, Any]) -> tu
     return found
 
 
-def weight_files(place: Place, revision: str | None) -> list[Path]:
+def weight_files(place: CheckpointPlace, revision: str | None) -> list[Path]:
     """The files that a model's weights were read from."""
     name = place.gguf or "config.json"
     file = Path(place.folder) / name
@@ -240,7 +240,7 @@ def _divided(plan: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _of_blocks(
-    place: Place, dtype: str | torch.dtype, quantization_config: object | None
+    place: CheckpointPlace, dtype: str | torch.dtype, quantization_config: object | None
 ) -> tuple[str | torch.dtype, object | None]:
     """The dtype and the `quantization_config` of a model, which for a GGUF file make plain weights of its blocks."""
     if place.file is None:
@@ -258,7 +258,7 @@ def level_of(model: PreTrainedModel) -> int:
     return logging.INFO if sum(weight.nbytes for weight in model.parameters()) >= LARGE else logging.DEBUG
 
 
-def _tell(place: Place, config: PreTrainedConfig, dtype: str | torch.dtype) -> None:
+def _tell(place: CheckpointPlace, config: PreTrainedConfig, dtype: str | torch.dtype) -> None:
     """Say in the log what is loaded, from where, and in which dtype."""
     kind = config.dtype if dtype == "auto" else dtype
     head = None if place.file is None else header(place.file)
@@ -405,7 +405,7 @@ def reason_of(error: Exception) -> str:
     return said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}..."
 
 
-def _config(place: Place, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
+def _config(place: CheckpointPlace, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
     """The config of a place. Raises InputError for sizes of no model, and otherwise what transformers raises."""
     if place.gguf is not None:
         found = gguf_config(place)
@@ -547,7 +547,7 @@ def open_tokenizer(
         raise InputError(f"cannot load a tokenizer from {path}: {reason_of(error)}") from error
 
 
-def _tokenizer_of_gguf(place: Place, file: Path) -> PreTrainedTokenizerBase:
+def _tokenizer_of_gguf(place: CheckpointPlace, file: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in a GGUF file. Raises what transformers raises."""
     began, kept = time.time_ns(), unpacked.kept(file, "tokenizer")
     if kept is None:
@@ -573,7 +573,7 @@ def _content(file: Path) -> bytes | None:
     return file.read_bytes() if file.is_file() else None
 
 
-def model_place(path: str, *, what: str = "model", revision: str | None = None) -> Place:
+def model_place(path: str, *, what: str = "model", revision: str | None = None) -> CheckpointPlace:
     """Where a model is. Raises InputError if nothing is there, or a directory has no config."""
     place = place_of(path, what, revision)
     if place.gguf is None and os.path.isdir(path) and not any(Path(path, name).is_file() for name in CONFIGS):

@@ -19,7 +19,7 @@ State = tuple[Tensor, ...]
 
 
 @runtime_checkable
-class KVCache(Protocol):
+class AttentionCache(Protocol):
     """Keeps keys and values of attention layers."""
 
     def update(
@@ -38,7 +38,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]
         kv_cache: Where keys and values go; it may be replaced.
     """
 
-    def __init__(self, model: PreTrainedModel, kv_cache: KVCache) -> None:
+    def __init__(self, model: PreTrainedModel, kv_cache: AttentionCache) -> None:
         super().__init__(config=model.config)
         self.kv_cache = kv_cache
         self._linear = [layer for layer in self.layers if hasattr(layer, "recurrent_states")]

@@ -41,7 +41,7 @@ def joined(parts: Sequence[Float[Tensor, "_ dim"]], nothing: Float[Tensor, "none
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class ForwardBatch:
     """The padded shape of one forward; rows are sorted by where their slots lie in the cache.
 
     Column c of a row with n new nodes stands for its node `min(c, n - 1)`: padding repeats the last node.
@@ -59,7 +59,7 @@ class Batch:
     width: int
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], row: Callable[[int], int], width: Callable[[int], int]) -> "Batch":
+    def of(cls, segments: Sequence[Segment], row: Callable[[int], int], width: Callable[[int], int]) -> "ForwardBatch":
         """The batch of some segments, each with at least one node.
 
         Args:

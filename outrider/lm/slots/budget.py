@@ -133,7 +133,7 @@ def activation_bytes(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class SlotRoom:
     """How long the slots of a new cache may become.
 
     Attributes:
@@ -159,7 +159,7 @@ class Room:
         spare: int = 0,
         num_rows: int = 1,
         overcommit: bool = False,
-    ) -> "Room":
+    ) -> "SlotRoom":
         """The room that some free memory gives.
 
         Args:

@@ -23,7 +23,7 @@ _ENDLESS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class StateShape:
     """Keys or values of one layer at one position."""
 
     heads: int
@@ -43,8 +43,8 @@ class Layer:
         device: Where the layer is; None: where the cache is.
     """
 
-    keys: Shape
-    values: Shape
+    keys: StateShape
+    values: StateShape
     device: torch.device | None = None
 
     @property
@@ -66,7 +66,7 @@ class Probe:
         self.layers: dict[int, Layer] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        shapes = [Shape(heads=s.shape[1], dim=s.shape[3], dtype=s.dtype) for s in (keys, values)]
+        shapes = [StateShape(heads=s.shape[1], dim=s.shape[3], dtype=s.dtype) for s in (keys, values)]
         self.layers[layer_idx] = Layer(keys=shapes[0], values=shapes[1], device=keys.device)
         return keys, values
 
@@ -86,7 +86,7 @@ class Probe:
         """What `values` returned."""
         probe = cls()
         for index, keys, own, device in values:
-            shapes = [Shape(heads=each[0], dim=each[1], dtype=getattr(torch, each[2][6:])) for each in (keys, own)]
+            shapes = [StateShape(heads=each[0], dim=each[1], dtype=getattr(torch, each[2][6:])) for each in (keys, own)]
             probe.layers[index] = Layer(keys=shapes[0], values=shapes[1], device=torch.device(device))
         return probe
 
@@ -195,7 +195,7 @@ class SlotCache:
         self._max_slots = max_slots
         self._max_capacity = _round_up(max_context + 1)
         self._device = device
-        self._shapes: list[Shape] = []
+        self._shapes: list[StateShape] = []
         self._devices: list[torch.device] = []
         self._entries: dict[int, tuple[int, int]] = {}
         for index, layer in sorted(layers.items()):
@@ -212,7 +212,7 @@ class SlotCache:
         # A compiler that writes into a part of a tensor copies all of it, so each layer's keys are one, and its values.
         self._storages = [self._allocated(*each) for each in zip(self._shapes, self._devices, strict=True)]
 
-    def _allocated(self, shape: Shape, device: torch.device) -> Float[Tensor, "rows capacity heads dim"]:
+    def _allocated(self, shape: StateShape, device: torch.device) -> Float[Tensor, "rows capacity heads dim"]:
         size = (self.num_rows, self.capacity, shape.heads, shape.dim)
         with torch.inference_mode(False):
             # Zeros, because even a masked key reaches the output if it is not finite.

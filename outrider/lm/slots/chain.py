@@ -13,7 +13,7 @@ from outrider.lm.slots.batch import upload
 
 
 @runtime_checkable
-class Chain(Protocol):
+class ChainForwards(Protocol):
     """Forwards over one new node per slot. It is valid as long as the model is not used otherwise."""
 
     def __call__(self, tokens: Int[Tensor, " n"], features: Float[Tensor, "n dim"] | None = None) -> Extension:
@@ -30,12 +30,12 @@ class Chain(Protocol):
 class Chaining(Protocol):
     """A language model that gets all forwards of a chain ready at once."""
 
-    def chain(self, slots: Sequence[int], counts: Sequence[int]) -> Chain:
+    def chain(self, slots: Sequence[int], counts: Sequence[int]) -> ChainForwards:
         """Get ready to extend each slot by `counts[i]` nodes, one per forward, each the child of the one before."""
         ...
 
 
-def chain(lm: LM, slots: Sequence[int], counts: Sequence[int]) -> Chain:
+def chain(lm: LM, slots: Sequence[int], counts: Sequence[int]) -> ChainForwards:
     """A chain of `counts[i]` nodes behind each slot: got ready at once if the model can, otherwise forward by forward.
 
     Example:
@@ -87,7 +87,7 @@ class Links:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Noise:
+class ChainNoise:
     """How the tokens of a chain are drawn: by `tempered` and `inverse_cdf`.
 
     Attributes:
@@ -100,7 +100,7 @@ class Noise:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
+class DrawnTokens:
     """What was drawn behind each token of a chain; arbitrary where the chain had ended.
 
     Attributes:
@@ -130,8 +130,8 @@ class DrawsChains(Protocol):
         tokens: Int[Tensor, " n"],
         features: Float[Tensor, "n dim"] | None,
         links: Links,
-        noise: Noise | None,
-    ) -> Drawn | None:
+        noise: ChainNoise | None,
+    ) -> DrawnTokens | None:
         """Extend each slot by `counts[i]` nodes; None where it cannot."""
         ...
 
@@ -177,7 +177,7 @@ class LinkedChain:
         """Whether `draw` may work."""
         return max(self._counts) > 0 and getattr(self._lm, "replays", False)
 
-    def draw(self, tokens: Int[Tensor, " n"], noise: Noise | None) -> Drawn | None:
+    def draw(self, tokens: Int[Tensor, " n"], noise: ChainNoise | None) -> DrawnTokens | None:
         """Run all forwards, and draw a token behind each; None where that is not possible. Then nothing has changed.
 
         Args:

@@ -49,7 +49,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class NodeOrder:
     """The nodes of several rows, one after another in an order of rows that a caller chose, on the host.
 
     Attributes:
@@ -63,7 +63,7 @@ class Order:
     first: Int[np.ndarray, " rows"]
 
     @classmethod
-    def of(cls, counts: Int[np.ndarray, " rows"], rows: Sequence[int], width: int) -> "Order":
+    def of(cls, counts: Int[np.ndarray, " rows"], rows: Sequence[int], width: int) -> "NodeOrder":
         """The order of some nodes.
 
         Args:

@@ -27,7 +27,7 @@ from outrider.lm.slots.slots import Pending
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
+class VisibleKeys:
     """The keys that every query of a padded batch sees, as arrays on the host. Column c of a row with n new nodes
     stands for its node `min(c, n - 1)`, so that padding repeats the last node.
 
@@ -57,7 +57,7 @@ def look(
     counts: Int[np.ndarray, " rows"],
     width: int,
     sees: Sequence[Bool[np.ndarray, "_ _"] | None] | None = None,
-) -> Sight:
+) -> VisibleKeys:
     """The sight of the last `counts[r]` pending nodes of each row, padded to `width` columns.
 
     Args:
@@ -74,7 +74,7 @@ def look(
     if plain.all():
         positions = behind + numbers
         none = np.zeros((len(pendings), 0), dtype=np.int64)
-        return Sight(positions=positions, base=positions + 1, start=none.sum(1) - 1, depths=none, marks=None)
+        return VisibleKeys(positions=positions, base=positions + 1, start=none.sum(1) - 1, depths=none, marks=None)
     size = max(len(p) for p, alone in zip(pendings, plain.tolist(), strict=True) if not alone)
     parents = np.full((len(pendings), size), -1, dtype=np.int64)
     depths = np.zeros((len(pendings), size), dtype=np.int64)
@@ -98,7 +98,7 @@ def look(
             marks[r, :, : said.shape[1]] = said[np.minimum(np.arange(width), counts[r] - 1)]
     within = np.where(plain[:, None], 0, numbers)
     positions = behind + np.where(plain[:, None], numbers, np.take_along_axis(depths, within, axis=1))
-    return Sight(
+    return VisibleKeys(
         positions=positions,
         base=np.where(plain[:, None], positions + 1, behind),
         start=np.where(plain, -1, behind[:, 0]),
@@ -140,7 +140,7 @@ class MaskBuilder:
         return torch.zeros((), dtype=self.additive, device=self.device)
 
     def masks(
-        self, sight: Sight | None, positions: Int[Tensor, "rows queries"], view: int, *, causal: bool = False
+        self, sight: VisibleKeys | None, positions: Int[Tensor, "rows queries"], view: int, *, causal: bool = False
     ) -> Tensor | BlockMask | Mapping[str, Tensor | BlockMask | None] | None:
         """Masks over the keys with an index below `view`; `positions` are the sight's, on the device.
 
@@ -191,7 +191,7 @@ class MaskBuilder:
         return [{kind: None if mask is None else mask[k] for kind, mask in each.items()} for k in range(len(views))]
 
     def _marked(
-        self, sight: Sight, marks: Bool[np.ndarray, "rows queries pending"], keys: Int[Tensor, " keys"]
+        self, sight: VisibleKeys, marks: Bool[np.ndarray, "rows queries pending"], keys: Int[Tensor, " keys"]
     ) -> tuple[Bool[Tensor, "rows queries keys"], Int[Tensor, "rows keys"]]:
         """The keys that each query sees, and the position of each key."""
         base, start, depths = upload([sight.base, sight.start, sight.depths], self.device)

@@ -54,7 +54,7 @@ class StatefulSlot:
 
 
 @dataclass(kw_only=True)
-class Job:
+class ReplaySegment:
     """One segment on its way through one or more forwards.
 
     Attributes:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 
 from outrider.lm.protocol import Segment
-from outrider.lm.slots.budget import Room, available_over, promise, shares_of
+from outrider.lm.slots.budget import SlotRoom, available_over, promise, shares_of
 from outrider.lm.slots.cache import Layer, SlotCache
 
 
@@ -137,7 +137,7 @@ class SlotTable(Generic[Content]):
     spare = 0
     """Most pending nodes that a slot may hold beyond its longest context."""
 
-    def __init__(self, cache: SlotCache, *, max_slots: int, room: Room) -> None:
+    def __init__(self, cache: SlotCache, *, max_slots: int, room: SlotRoom) -> None:
         self.cache = cache
         self.max_slots = max_slots
         self.room = room
@@ -190,7 +190,7 @@ class Slots(SlotTable[Slot]):
 
     spare = BRANCHES
 
-    def __init__(self, cache: SlotCache, *, max_slots: int, room: Room) -> None:
+    def __init__(self, cache: SlotCache, *, max_slots: int, room: SlotRoom) -> None:
         super().__init__(cache, max_slots=max_slots, room=room)
         self.max_context = room.max_context
 
@@ -224,7 +224,7 @@ class Slots(SlotTable[Slot]):
             InputError: The cache does not fit.
         """
         shares = shares_of(layers, device)
-        room = Room.of(
+        room = SlotRoom.of(
             layers,
             max_slots=max_slots,
             max_context=max_context,

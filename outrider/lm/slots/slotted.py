@@ -11,11 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from outrider.lm.protocol import Extension, Segment
-from outrider.lm.slots.batch import Batch, OneEach, Padded, padded_width, upload
+from outrider.lm.slots.batch import ForwardBatch, OneEach, Padded, padded_width, upload
 from outrider.lm.slots.buckets import bucket_width
 from outrider.lm.slots.cache import SlotCache
-from outrider.lm.slots.chain import Drawn, Links, Noise
-from outrider.lm.slots.layout import Layout, Order
+from outrider.lm.slots.chain import ChainNoise, DrawnTokens, Links
+from outrider.lm.slots.layout import Layout, NodeOrder
 from outrider.lm.slots.masks import MaskBuilder, look
 from outrider.lm.slots.slots import Content, Pending, Slot, Slots, SlotTable
 from outrider.lm.slots.split import ForwardPrice, in_order, rows_apart
@@ -39,7 +39,7 @@ class Inputs:
             and its columns are the nodes of all slots. None: the nodes are padded.
     """
 
-    batch: Batch | OneEach | Padded
+    batch: ForwardBatch | OneEach | Padded
     positions: Int[Tensor, "rows width"]
     masks: object
     window: Window
@@ -100,8 +100,8 @@ class Replaying(Protocol):
     def works(self) -> bool: ...
 
     def draw_chain(
-        self, chain: WholeChain, tokens: Int[Tensor, " n"], links: Links, noise: Noise | None
-    ) -> Drawn | None:
+        self, chain: WholeChain, tokens: Int[Tensor, " n"], links: Links, noise: ChainNoise | None
+    ) -> DrawnTokens | None:
         """Run all forwards and draws of a chain; None where they cannot be recorded."""
         ...
 
@@ -261,7 +261,7 @@ class SlottedLM(OverSlots[Slot]):
             self._slots.keep(segment.slot, grown[segment.slot])
         return extension
 
-    def _run(self, batch: Batch, grown: Mapping[int, Pending], taps: Sequence[int]) -> Extension:
+    def _run(self, batch: ForwardBatch, grown: Mapping[int, Pending], taps: Sequence[int]) -> Extension:
         """One forward over a batch; `grown` is what will be pending."""
         if len(batch.segments) > 1 and self._runs_unpadded(batch, taps):
             return self._run_unpadded(batch, grown, taps)
@@ -274,11 +274,11 @@ class SlottedLM(OverSlots[Slot]):
             features=None if outputs.features is None else batch.all_nodes(outputs.features),
         )
 
-    def _runs_unpadded(self, batch: Batch, taps: Sequence[int]) -> bool:
+    def _runs_unpadded(self, batch: ForwardBatch, taps: Sequence[int]) -> bool:
         """Whether a forward over such a batch is computed for its nodes alone, and not for padding."""
         return False
 
-    def _run_unpadded(self, batch: Batch, grown: Mapping[int, Pending], taps: Sequence[int]) -> Extension:
+    def _run_unpadded(self, batch: ForwardBatch, grown: Mapping[int, Pending], taps: Sequence[int]) -> Extension:
         """One forward without padding. Its nodes stand in the caller's order of segments."""
         count, wanted = int(batch.counts.sum()), sum(s.num_wanted for s in batch.segments)
         outputs = self._forward(self._unpadded_inputs(batch, grown), taps)
@@ -288,14 +288,14 @@ class SlottedLM(OverSlots[Slot]):
             taps={tap: states[0, :count] for tap, states in outputs.taps.items()},
         )
 
-    def _unpadded_inputs(self, batch: Batch, grown: Mapping[int, Pending]) -> Inputs:
+    def _unpadded_inputs(self, batch: ForwardBatch, grown: Mapping[int, Pending]) -> Inputs:
         """The inputs of a forward without padding. As many nodes more as make up one of few sizes repeat the last."""
         slots, cache = batch.slots, self.cache
         used = [self._slots[s].length + len(grown[s]) for s in slots]
         lengths, pendings = [self._slots[s].length for s in slots], [grown[s] for s in slots]
         sight = look(lengths, pendings, batch.counts, batch.width, [s.sees for s in batch.segments])
         written = cache.places(slots, used, batch.counts, batch.width)
-        order = Order.of(batch.counts, batch.order, batch.width)
+        order = NodeOrder.of(batch.counts, batch.order, batch.width)
         count = len(order.places)
         more = np.full(self._width(count) - count, order.places[-1])
         places = np.concatenate([order.places, more])
@@ -329,14 +329,14 @@ class SlottedLM(OverSlots[Slot]):
         inputs = self._unpadded_inputs(batch, grown) if self._runs_unpadded(batch, ()) else self._inputs(batch, grown)
         return torch.inference_mode()(lambda: self._forward(inputs, ()))
 
-    def _batch(self, given: Sequence[Segment]) -> Batch:
+    def _batch(self, given: Sequence[Segment]) -> ForwardBatch:
         """The batch of a forward over segments that are not empty."""
         slots, cache = [s.slot for s in given], self.cache
         if (width := self._common_width(given, len(given))) is not None:
             cache.gather_in_front(slots)
-            return Batch.of(given, cache.row, lambda _: width)
+            return ForwardBatch.of(given, cache.row, lambda _: width)
         cache.gather(slots)
-        return Batch.of(given, cache.row, self._width)
+        return ForwardBatch.of(given, cache.row, self._width)
 
     def _common_width(self, given: Sequence[Segment], rows: int) -> int | None:
         """Columns of a forward over these segments, if it is replayed with so many rows; otherwise None."""
@@ -367,7 +367,7 @@ class SlottedLM(OverSlots[Slot]):
         extensions = []
         for part, width in zip(segments, widths, strict=True):
             columns = self._width if width is None else lambda _, width=width: width
-            extensions.append(self._run(Batch.of(part, cache.row, columns), grown, taps))
+            extensions.append(self._run(ForwardBatch.of(part, cache.row, columns), grown, taps))
         return in_order(extensions, parts, given)
 
     @property
@@ -379,7 +379,7 @@ class SlottedLM(OverSlots[Slot]):
         """Columns of a forward that is replayed; None where it is not."""
         return bucket_width(max(self.pad_to, count), rows) if self.replays else None
 
-    def _inputs(self, batch: Batch, grown: Mapping[int, Pending]) -> Inputs:
+    def _inputs(self, batch: ForwardBatch, grown: Mapping[int, Pending]) -> Inputs:
         """The inputs of a forward over a batch; `grown` is what will be pending."""
         slots, cache = batch.slots, self.cache
         used = [self._slots[s].length + len(grown[s]) for s in slots]
@@ -409,11 +409,11 @@ class SlottedLM(OverSlots[Slot]):
             places=written if replayed else None,
         )
 
-    def _runs_without_mask(self, batch: Batch) -> bool:
+    def _runs_without_mask(self, batch: ForwardBatch) -> bool:
         """Whether a forward over such a batch may run without masks, if its nodes are chains."""
         return False
 
-    def _maskless_end(self, batch: Batch, used: Sequence[int], grown: Mapping[int, Pending]) -> int | None:
+    def _maskless_end(self, batch: ForwardBatch, used: Sequence[int], grown: Mapping[int, Pending]) -> int | None:
         """How many keys there are up to the last column, if the forward needs no masks: the new nodes of each row are a
         chain behind equally many keys. Otherwise None.
         """
@@ -448,8 +448,8 @@ class SlottedLM(OverSlots[Slot]):
         tokens: Int[Tensor, " n"],
         features: Float[Tensor, "n dim"] | None,
         links: Links,
-        noise: Noise | None,
-    ) -> Drawn | None:
+        noise: ChainNoise | None,
+    ) -> DrawnTokens | None:
         """Extend each slot by a chain of `counts[i]` nodes and draw the tokens in between, without any Python in
         between. None where forwards are not replayed; then nothing has changed.
 

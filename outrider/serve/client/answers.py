@@ -13,7 +13,7 @@ RAW = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class AnswerToken:
     """One token of a text.
 
     Attributes:
@@ -32,14 +32,14 @@ class Place:
         return max(self.top.values()) - self.own
 
 
-def complete(remote: Remote, prompt: str | Sequence[int], **fields: Any) -> list[list[Place]]:
+def complete(remote: Remote, prompt: str | Sequence[int], **fields: Any) -> list[list[AnswerToken]]:
     """The tokens of each output after a prompt."""
     answer = remote.post("/v1/completions", _body(prompt) | fields)
     with understood(f"{remote.url}/v1/completions"):
         return [places(choice) for choice in sorted(answer["choices"], key=lambda each: each["index"])]
 
 
-def score(remote: Remote, tokens: Sequence[int], top: int) -> list[Place]:
+def score(remote: Remote, tokens: Sequence[int], top: int) -> list[AnswerToken]:
     """The tokens of a text behind its first one, as the server scores them where it generates nothing."""
     body = _body(tokens) | {"echo": True, "max_tokens": 0, "logprobs": top, "temperature": 0}
     with understood(f"{remote.url}/v1/completions"):
@@ -52,7 +52,7 @@ def tokenize(remote: Remote, body: Mapping[str, Any]) -> list[int]:
         return [int(token) for token in remote.post("/tokenize", body)["tokens"]]
 
 
-def places(choice: Mapping[str, Any], first: int = 0) -> list[Place]:
+def places(choice: Mapping[str, Any], first: int = 0) -> list[AnswerToken]:
     """The tokens of a choice.
 
     Args:
@@ -63,7 +63,7 @@ def places(choice: Mapping[str, Any], first: int = 0) -> list[Place]:
         raise RemoteError("the server tells no log-probabilities; the check needs completions with logprobs")
     rows = zip(found["tokens"][first:], found["token_logprobs"][first:], found["top_logprobs"][first:], strict=True)
     return [
-        Place(token=_id(token), own=own, top={_id(name): value for name, value in top.items()})
+        AnswerToken(token=_id(token), own=own, top={_id(name): value for name, value in top.items()})
         for token, own, top in rows
     ]
 

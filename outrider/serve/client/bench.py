@@ -12,7 +12,7 @@ from typing import Any, cast
 from outrider.bench.evidence import Row
 from outrider.bench.side_by_side import metrics
 from outrider.bench.side_by_side.arrivals import ClosedLoop, Load
-from outrider.bench.side_by_side.player import Chunk, Player
+from outrider.bench.side_by_side.player import OutputChunk, Player
 from outrider.bench.side_by_side.prompts import BETWEEN, Encoder, ask
 from outrider.bench.side_by_side.served import Served
 from outrider.bench.workloads.conversation import Conversation
@@ -112,7 +112,7 @@ class RemoteServer:
     def __init__(self, remote: Remote, model: str, fields: dict[str, Any]) -> None:
         self._remote = remote
         self._fields = {"model": model, "stream_options": {"include_usage": True}, "return_token_ids": True} | fields
-        self._coming: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
+        self._coming: queue.SimpleQueue[OutputChunk | Exception] = queue.SimpleQueue()
         self._running = 0
 
     @property
@@ -127,9 +127,9 @@ class RemoteServer:
         self._running += 1
         threading.Thread(target=self._read, args=(id, body), daemon=True).start()
 
-    def advance(self) -> list[Chunk]:
+    def advance(self) -> list[OutputChunk]:
         """The chunks that have come, after a short wait for the first one. Raises the error of a request that fails."""
-        found: list[Chunk] = []
+        found: list[OutputChunk] = []
         with suppress(queue.Empty):
             for wait in itertools.chain([LOOK], itertools.repeat(0.0)):
                 each = self._coming.get(timeout=wait) if wait else self._coming.get_nowait()
@@ -152,10 +152,10 @@ class RemoteServer:
                         text += choice.get("text") or ""
                         count = len(choice["token_ids"]) if choice.get("token_ids") is not None else 1
                         counted += count
-                        self._coming.put(Chunk(id=id, num_tokens=count, drafted=0, accepted=0))
+                        self._coming.put(OutputChunk(id=id, num_tokens=count, drafted=0, accepted=0))
                 # Tokens that no chunk told count at the end.
                 rest = 0 if usage is None else max(0, usage["completion_tokens"] - counted)
-            self._coming.put(Chunk(id=id, num_tokens=rest, drafted=0, accepted=0, answer=text))
+            self._coming.put(OutputChunk(id=id, num_tokens=rest, drafted=0, accepted=0, answer=text))
         except Exception as error:
             self._coming.put(error)
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from outrider.proof.statistics import LEAST_DEGREES, P_BOUND, ChiSquare, chi_square, tested
-from outrider.serve.client.answers import Place, complete, score, tokenize
+from outrider.serve.client.answers import AnswerToken, complete, score, tokenize
 from outrider.serve.client.remote import Remote, RemoteError
 
 NUM_TOKENS = 32
@@ -174,7 +174,7 @@ def check_drawn(
     firsts, ranks = list[ChiSquare](), _Ranks()
     shares = np.array_split(np.arange(num_draws), len(prompts))
     for prompt, share in zip(prompts, shares, strict=True):
-        drawn: list[list[Place]] = []
+        drawn: list[list[AnswerToken]] = []
         while len(drawn) < len(share):
             drawn += complete(
                 remote,
@@ -198,7 +198,7 @@ def check_drawn(
     )
 
 
-def first_tokens(outputs: Sequence[Sequence[Place]]) -> ChiSquare:
+def first_tokens(outputs: Sequence[Sequence[AnswerToken]]) -> ChiSquare:
     """The test of first tokens after one prompt: the likeliest ones each, all others together, or with the rarest of
     these where they are too few.
     """
@@ -218,7 +218,7 @@ def first_tokens(outputs: Sequence[Sequence[Place]]) -> ChiSquare:
     return chi_square(observed, expected)
 
 
-def probabilities(place: Place) -> dict[int, float]:
+def probabilities(place: AnswerToken) -> dict[int, float]:
     """The probabilities of the likeliest tokens, the likeliest one first."""
     found = {token: math.exp(value) for token, value in place.top.items()}
     return dict(sorted(found.items(), key=lambda each: -each[1]))
@@ -247,7 +247,7 @@ class _Ranks:
         self._covariance: Float[np.ndarray, "ranks ranks"] = np.zeros((RANKS, RANKS))
         self._count = 0
 
-    def add(self, places: Iterable[Place]) -> None:
+    def add(self, places: Iterable[AnswerToken]) -> None:
         """Add tokens."""
         for place in places:
             law = list(probabilities(place).items())[:RANKS]

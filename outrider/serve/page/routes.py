@@ -16,12 +16,13 @@ from outrider.serve.chat_prompt import messages_of
 from outrider.serve.errors import ApiError, of_input, refuse
 from outrider.serve.gateway import Gateway, gateway_of
 from outrider.serve.ids import request_id
+from outrider.serve.job import OutputTask, StepOutput
 from outrider.serve.jobs import check, choices_of, fitted
 from outrider.serve.kinds import kinds
 from outrider.serve.openapi import OPENAIS, answers, body_of, errors
-from outrider.serve.page.trees import Node, Trees
-from outrider.serve.requests import GenerationBody, Message
-from outrider.serve.service import Event, Job, Ticket
+from outrider.serve.page.trees import ShownNode, Trees
+from outrider.serve.requests import ChatMessage, GenerationBody
+from outrider.serve.service import Ticket
 from outrider.serve.sse import EventStream, event
 
 FILES = {
@@ -50,7 +51,7 @@ class PageBody(GenerationBody):
     """
 
     prompt: str | None = Field(default=None, min_length=1)
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1)
     n: int = Field(default=1, ge=1, le=1)
     tree: bool = False
 
@@ -110,7 +111,7 @@ def trees_of(request: Request) -> Trees:
     return found
 
 
-async def _job(gateway: Gateway, request: Request, body: PageBody) -> Job:
+async def _job(gateway: Gateway, request: Request, body: PageBody) -> OutputTask:
     """What is asked of the engine."""
     service, field = gateway.service, "prompt" if body.messages is None else "messages"
     if (body.prompt is None) == (body.messages is None):
@@ -137,7 +138,7 @@ async def _events(gateway: Gateway, id: str, ticket: Ticket, trees: Trees | None
         yield event(said)
 
 
-def _told(each: Event, text: TextStream) -> dict[str, Any]:
+def _told(each: StepOutput, text: TextStream) -> dict[str, Any]:
     """What an event brings: tokens with their texts and kinds, and at the end the sums."""
     update, step = each.update, each.update.step
     found: dict[str, Any] = {"tokens": []}
@@ -165,7 +166,7 @@ def _told(each: Event, text: TextStream) -> dict[str, Any]:
     return found
 
 
-def _drawn(gateway: Gateway, node: Node) -> dict[str, Any]:
+def _drawn(gateway: Gateway, node: ShownNode) -> dict[str, Any]:
     """A node of a tree with its text."""
     text = gateway.service.tokenizer.decode([node.token])
     return {"id": node.token, "text": text, "parent": node.parent, "kind": node.kind}

@@ -10,7 +10,7 @@ NodeKind = Literal["anchor", "accepted", "rejected", "recovered", "bonus", "plai
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
+class ShownNode:
     """A node of a draft, or the token that the target added.
 
     Attributes:
@@ -31,7 +31,7 @@ class Trees:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._newest: dict[str, list[Node]] = {}
+        self._newest: dict[str, list[ShownNode]] = {}
         self._before: Watch | None = None
 
     def open(self, id: str) -> None:
@@ -46,7 +46,7 @@ class Trees:
         if self._newest.pop(id, None) is not None and not self._newest:
             self._engine.watch = self._before
 
-    def newest(self, id: str) -> list[Node]:
+    def newest(self, id: str) -> list[ShownNode]:
         """The draft of the request's newest step, roots first; empty before its first one."""
         return self._newest.get(id, [])
 
@@ -59,16 +59,16 @@ class Trees:
                 self._newest[state.request.id] = nodes(cycle, number)
 
 
-def nodes(cycle: Cycle, number: int) -> list[Node]:
+def nodes(cycle: Cycle, number: int) -> list[ShownNode]:
     """The draft of one request of a step, and behind its accepted path the token that the target added."""
     draft, verdict = cycle.draft, cycle.verdict
     first, end = int(draft.offsets[number]), int(draft.offsets[number + 1])
     path = [int(each) - first for each in verdict.paths[number][: int(verdict.num_accepted[number])]]
     last = path[-1] if path else 0
-    found: list[Node] = []
+    found: list[ShownNode] = []
     for i, token in enumerate(draft.tokens[first:end].tolist()):
         kind: NodeKind = "accepted" if i in path else "rejected" if i else "anchor"
-        found.append(Node(token=token, parent=int(draft.parents[first + i]) - first if i else -1, kind=kind))
+        found.append(ShownNode(token=token, parent=int(draft.parents[first + i]) - first if i else -1, kind=kind))
     is_leaf = draft.first_child[first + last] == draft.first_child[first + last + 1]
     following: NodeKind = "plain" if len(found) == 1 else "bonus" if is_leaf else "recovered"
-    return [*found, Node(token=int(verdict.next_tokens[number]), parent=last, kind=following)]
+    return [*found, ShownNode(token=int(verdict.next_tokens[number]), parent=last, kind=following)]

@@ -42,7 +42,7 @@ sentences."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speculation:
+class VllmSpeculation:
     """How vLLM drafts.
 
     Attributes:
@@ -73,7 +73,7 @@ class Speculation:
         """vLLM's `speculative_config`.
 
         Example:
-            >>> Speculation(method="ngram", num_tokens=3).config
+            >>> VllmSpeculation(method="ngram", num_tokens=3).config
             {'method': 'ngram', 'num_speculative_tokens': 3, 'rejection_sample_method': 'standard'}
         """
         found: dict[str, Any] = {"method": self.method}
@@ -85,7 +85,7 @@ class Speculation:
             found["draft_sample_method"] = "probabilistic" if self.draws else "greedy"
         return found | dict(self.options)
 
-    def exported(self, launch: "Launch", setup: Setup, folder: Path) -> "Speculation":
+    def exported(self, launch: "Launch", setup: Setup, folder: Path) -> "VllmSpeculation":
         """The same with a head that is written as vLLM reads it. A draft model, or what was exported before, stays.
 
         Args:
@@ -98,10 +98,10 @@ class Speculation:
             return self
         # The refusals above come without the models that an export loads.
         from outrider.handoff.export import export
-        from outrider.handoff.order import Order
+        from outrider.handoff.order import ExportRequest
 
         made = export(
-            Order(
+            ExportRequest(
                 to="vllm",
                 target=launch.target,
                 drafter=f"{self.name}:path={self.model}",
@@ -139,7 +139,7 @@ class Launch:
     """
 
     target: str
-    speculation: Speculation | None = None
+    speculation: VllmSpeculation | None = None
     names: tuple[str, ...] = ()
     more_flags: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
@@ -241,7 +241,7 @@ def has_speculation(arguments: Sequence[str]) -> bool:
     return any(each.partition("=")[0] in (SPECULATIVE, "--speculative_config", "-sc") for each in arguments)
 
 
-def speculation_of(wanted: Setup, given: Setup, python: VllmPython) -> Speculation | None:
+def speculation_of(wanted: Setup, given: Setup, python: VllmPython) -> VllmSpeculation | None:
     """How vLLM drafts for a setup; None if it shall not.
 
     Args:
@@ -269,7 +269,7 @@ def speculation_of(wanted: Setup, given: Setup, python: VllmPython) -> Speculati
         )
     length = _length(given.length)
     exports = exports_of(catalog.rows("drafter")[drafter].kind)
-    return Speculation(
+    return VllmSpeculation(
         method=str(exports.vllm),
         name=drafter,
         draws=exports.draws,

@@ -27,7 +27,7 @@ from outrider.serve.errors import ApiError, refuse
 from outrider.serve.front import ADMIN, Front
 from outrider.serve.keys import Keys
 from outrider.serve.limits import Limits
-from outrider.serve.settings import Settings
+from outrider.serve.settings import HttpSettings
 from outrider.serve.sse import DONE, event
 from outrider.serve.vllm.launch import GREEDY_ALONE, must_be_greedy
 from outrider.serve.vllm.process import VllmProcess
@@ -96,7 +96,7 @@ class PassingService:
             raise ApiError(503, "the server is ending; ask another one", code="draining")
 
 
-def make_passing_app(service: PassingService, settings: Settings) -> FastAPI:
+def make_passing_app(service: PassingService, settings: HttpSettings) -> FastAPI:
     """The app in front of a vLLM."""
     passing = Passing(service, settings)
     app = FastAPI(
@@ -135,7 +135,7 @@ def make_passing_app(service: PassingService, settings: Settings) -> FastAPI:
 class Passing:
     """The routes, over one connection pool to vLLM."""
 
-    def __init__(self, service: PassingService, settings: Settings) -> None:
+    def __init__(self, service: PassingService, settings: HttpSettings) -> None:
         self._service, self._settings = service, settings
         remote = service.process.remote
         self._own = {"authorization": f"Bearer {remote.key}"}

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from outrider.core.dice import Purpose, corpus_generator
 from outrider.core.types import InputError
-from outrider.learning.batch import PADDING, Batch, Document
+from outrider.learning.batch import PADDING, Document, TrainBatch
 from outrider.learning.top_rows import TopRows
 
 
 @dataclass(frozen=True, kw_only=True)
-class States:
+class CapturedStates:
     """What was captured of the target along one document.
 
     Attributes:
@@ -35,7 +35,7 @@ class States:
 class HasStates(Protocol):
     """States of the target by the number of the document."""
 
-    def states(self, number: int, first: int = 0, last: int | None = None) -> States:
+    def states(self, number: int, first: int = 0, last: int | None = None) -> CapturedStates:
         """The states of tokens `first` to before `last` of a document."""
         ...
 
@@ -81,7 +81,7 @@ class Batches:
         self.batch_size, self.max_length, self.seed = batch_size, max_length, seed
         self._order = lru_cache(maxsize=2)(self._permutation)
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> TrainBatch:
         """The global batch of a step. Raises InputError if a document has no token that a drafter can learn."""
         parts = [self._part(step * self.batch_size + row) for row in range(self.batch_size)]
         length = max(len(part.tokens) for part in parts)
@@ -91,15 +91,15 @@ class Batches:
             tokens[row, : len(part.tokens)] = torch.from_numpy(part.tokens)
             learnt[row, max(part.start, 1) : len(part.tokens)] = True
         lengths = torch.tensor([len(part.tokens) for part in parts])
-        bare = Batch(tokens=tokens, learnt=learnt, lengths=lengths, step=step, rows=range(self.batch_size))
+        bare = TrainBatch(tokens=tokens, learnt=learnt, lengths=lengths, step=step, rows=range(self.batch_size))
         return bare if self.captured is None else _with_states(bare, [self._states(part) for part in parts])
 
     @staticmethod
-    def share(batch: Batch, part: range) -> Batch:
+    def share(batch: TrainBatch, part: range) -> TrainBatch:
         """Some rows of a batch, no wider than they need.
 
         Args:
-            part: Numbers of the rows in the global batch, as in `Batch.rows`.
+            part: Numbers of the rows in the global batch, as in `TrainBatch.rows`.
         """
         if part.step != 1 or not set(part) <= set(batch.rows) or not part:
             raise ValueError(f"the rows must be some of {batch.rows}, one after the other, got {part}")
@@ -107,7 +107,7 @@ class Batches:
         lengths = batch.lengths[begin : begin + len(part)]
         where = (slice(begin, begin + len(part)), slice(0, int(lengths.max())))
         top, logits = batch.rows_of_target, batch.logits_of_target
-        return Batch(
+        return TrainBatch(
             tokens=batch.tokens[where],
             learnt=batch.learnt[where],
             lengths=lengths,
@@ -138,7 +138,7 @@ class Batches:
         tokens = document.tokens[first : first + self.max_length]
         return _Part(number=number, first=first, tokens=tokens, start=max(document.start - first, 0))
 
-    def _states(self, part: "_Part") -> States:
+    def _states(self, part: "_Part") -> CapturedStates:
         if self.captured is None:
             raise ValueError("no states were captured")
         return self.captured.states(part.number, part.first, part.first + len(part.tokens))
@@ -160,7 +160,7 @@ class _Part:
     start: int
 
 
-def _with_states(batch: Batch, states: Sequence[States]) -> Batch:
+def _with_states(batch: TrainBatch, states: Sequence[CapturedStates]) -> TrainBatch:
     """A batch with captured states."""
     length = batch.tokens.shape[1]
     tops = [each.rows for each in states if each.rows is not None]

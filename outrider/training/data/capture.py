@@ -23,11 +23,11 @@ from outrider.training.data.shards import (
     MANIFEST,
     Captured,
     Contents,
-    Entry,
     FileShard,
     Manifest,
     MemoryShard,
     Shard,
+    ShardEntry,
     save,
     target_of,
 )
@@ -39,7 +39,7 @@ SHARD_BYTES = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class CaptureMode:
     """How a capture runs. It does not change what is captured, except in roundings.
 
     Attributes:
@@ -58,7 +58,7 @@ def capture(
     *,
     out: Path | None = None,
     vocab_size: int | None = None,
-    way: Way | None = None,
+    way: CaptureMode | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Captured:
     """Run the target along a corpus and keep its states.
@@ -77,7 +77,7 @@ def capture(
         InputError: The target cannot be read so, a document is too long, the folder holds other states or cannot be
             written, or the disk is too small.
     """
-    way, reader = way or Way(), _Reader.of(model, contents, vocab_size)
+    way, reader = way or CaptureMode(), _Reader.of(model, contents, vocab_size)
     _check_lengths(documents, reader.anatomy.longest_context)
     manifest = Manifest(
         target=target_of(model),
@@ -99,7 +99,7 @@ def capture(
         tensors = reader.tensors([documents[number] for number in part], way.tokens_at_once)
         name = "" if out is None else f"shard-{len(shards):05d}.safetensors"
         shards.append(MemoryShard(tensors=tensors) if out is None else save(out, name, tensors))
-        entry = Entry(file=name, lengths=tuple(len(documents[number].tokens) for number in part))
+        entry = ShardEntry(file=name, lengths=tuple(len(documents[number].tokens) for number in part))
         manifest = replace(manifest, entries=(*manifest.entries, entry))
         if out is not None:
             manifest.write(out)

@@ -17,7 +17,7 @@ from outrider.core.types import InputError
 from outrider.engine.prompts import NO_TOKENIZER, encode
 from outrider.learning.batch import Document
 from outrider.training.data.documents import Corpus
-from outrider.training.data.sources import Part, Record, records
+from outrider.training.data.sources import DatasetPart, SourceRecord, records
 
 ANSWERS = ("response", "completion", "text")
 """Fields that may hold the answer to `prompt`."""
@@ -28,7 +28,7 @@ def read_documents(
     source: str | Path | Sequence[str | Path],
     tokenizer: PreTrainedTokenizerBase | None,
     *,
-    part: Part | None = None,
+    part: DatasetPart | None = None,
     max_tokens: int | None = None,
     limit: int | None = None,
     prompts: bool = False,
@@ -52,7 +52,7 @@ def read_documents(
     if limit is not None and limit < 1:
         raise InputError(f"limit must be >= 1, got {limit}")
     sources: Iterable[str | Path] = [source] if isinstance(source, str | Path) else source
-    reader = Reader(tokenizer=tokenizer, prompts=prompts, vocab_size=vocab_size)
+    reader = RecordReader(tokenizer=tokenizer, prompts=prompts, vocab_size=vocab_size)
     found = (document for each in sources for record in records(each, part) for document in reader.documents(record))
     try:
         return Corpus(islice(found, limit), max_tokens=max_tokens, learnable=not prompts, taken=reader.taken)
@@ -63,7 +63,7 @@ def read_documents(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reader:
+class RecordReader:
     """Makes documents of records.
 
     A conversation gives one document for each answer of the assistant: what stands before the answer is its prompt. A
@@ -81,7 +81,7 @@ class Reader:
     vocab_size: int | None = None
     taken: Counter[RecordShape] = field(default_factory=Counter)
 
-    def documents(self, record: Record) -> Iterator[Document]:
+    def documents(self, record: SourceRecord) -> Iterator[Document]:
         """The documents of a record.
 
         Raises:

@@ -69,7 +69,7 @@ class AnswerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class TargetAnswer:
     """One line of the file: a prompt and what the target said.
 
     Attributes:
@@ -152,7 +152,7 @@ def regenerate(
                 run.failed[number] = ended
             else:
                 prompt = generation.prompt(documents[number])
-                answer = Answer(
+                answer = TargetAnswer(
                     number=number,
                     prompt_hash=_hash(prompt),
                     tokens=[*prompt.tolist(), *ended.tokens],

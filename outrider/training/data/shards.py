@@ -21,7 +21,7 @@ from outrider.learning.batch import Document
 from outrider.learning.top_rows import TopRows
 from outrider.lm.fingerprint import shape_of, weights_of
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
-from outrider.training.data.batches import States
+from outrider.training.data.batches import CapturedStates
 from outrider.training.data.documents import fingerprint_of
 
 CONVENTION = "tap k enters layer k; tap num_layers leaves the last layer, before the final norm"
@@ -57,7 +57,7 @@ class Contents:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class ShardEntry:
     """A shard in the manifest.
 
     Attributes:
@@ -91,7 +91,7 @@ class Manifest:
     vocab_size: int
     dtype: str
     contents: Contents
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[ShardEntry, ...] = ()
     convention: str = CONVENTION
     version: int = VERSION
 
@@ -124,7 +124,7 @@ class Manifest:
                     f"{file} numbers hidden states otherwise ({convention!r}, version {version}); capture them again"
                 )
             contents = found.pop("contents")
-            entries = [Entry(file=each["file"], lengths=tuple(each["lengths"])) for each in found.pop("entries")]
+            entries = [ShardEntry(file=each["file"], lengths=tuple(each["lengths"])) for each in found.pop("entries")]
             return cls(
                 contents=Contents(taps=tuple(contents["taps"]), logits=contents["logits"]),
                 entries=tuple(entries),
@@ -236,7 +236,7 @@ class Captured:
     def __len__(self) -> int:
         return self._firsts[-1]
 
-    def states(self, number: int, first: int = 0, last: int | None = None) -> States:
+    def states(self, number: int, first: int = 0, last: int | None = None) -> CapturedStates:
         """The states of tokens `first` to before `last` of a document."""
         if not 0 <= number < len(self):
             raise IndexError(number)
@@ -255,7 +255,7 @@ class Captured:
         logits = shard.rows("logits", *rows) if contents.logits == "all" else None
         if self._ends is not None:
             logits = self._logits(self._ends, hidden[self.manifest.num_layers])
-        return States(hidden=hidden, rows=top, logits=logits)
+        return CapturedStates(hidden=hidden, rows=top, logits=logits)
 
     def only(self, taps: Collection[int]) -> "Captured":
         """The same states with some of the taps, so that no others are read.

@@ -28,7 +28,7 @@ SAVED = ("dataset_info.json", "dataset_dict.json")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class SourceRecord:
     """One entry of a source.
 
     Attributes:
@@ -43,7 +43,7 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class DatasetPart:
     """The part of a dataset to read. Files and folders of text have one part.
 
     Attributes:
@@ -59,7 +59,7 @@ class Part:
     columns: Mapping[str, str] = field(default_factory=dict)
 
 
-def records(source: str | Path, part: Part | None = None) -> Iterator[Record]:
+def records(source: str | Path, part: DatasetPart | None = None) -> Iterator[SourceRecord]:
     """The records of a source, one after the other.
 
     Args:
@@ -68,13 +68,13 @@ def records(source: str | Path, part: Part | None = None) -> Iterator[Record]:
     Raises:
         InputError: The source does not exist, or cannot be read.
     """
-    part = part or Part()
+    part = part or DatasetPart()
     for record in _of_source(source, part):
         renamed = {name: record.fields[theirs] for name, theirs in part.columns.items() if theirs in record.fields}
         yield replace(record, fields={**record.fields, **renamed})
 
 
-def _of_source(source: str | Path, part: Part) -> Iterator[Record]:
+def _of_source(source: str | Path, part: DatasetPart) -> Iterator[SourceRecord]:
     path = Path(source).expanduser()
     if path.is_file():
         yield from _of_file(path)
@@ -107,7 +107,7 @@ def _suffix(path: Path) -> str:
     return Path(path.name.removesuffix(PACKED)).suffix.lower()
 
 
-def _of_file(path: Path) -> Iterator[Record]:
+def _of_file(path: Path) -> Iterator[SourceRecord]:
     suffix = _suffix(path)
     if suffix in LINES:
         yield from _lines(path)
@@ -129,7 +129,7 @@ def _opened(path: Path) -> Iterator[BufferedIOBase]:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _lines(path: Path) -> Iterator[Record]:
+def _lines(path: Path) -> Iterator[SourceRecord]:
     """The objects of JSON lines."""
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
@@ -140,22 +140,22 @@ def _lines(path: Path) -> Iterator[Record]:
             found = parse_json(text, place)
             if not isinstance(found, dict):
                 raise InputError(f"{place} is not a JSON object, but {type(found).__name__}")
-            yield Record(place=place, fields=found)
+            yield SourceRecord(place=place, fields=found)
 
 
-def _pieces(path: Path) -> Iterator[Record]:
+def _pieces(path: Path) -> Iterator[SourceRecord]:
     """A text file, in pieces of whole lines."""
     with _opened(path) as file:
         kept: list[str] = []
         size, first = 0, 1
         for number, line in enumerate(file, 1):
             if size >= PIECE:
-                yield Record(place=f"{path} from line {first}", fields={"text": "".join(kept)}, ends=False)
+                yield SourceRecord(place=f"{path} from line {first}", fields={"text": "".join(kept)}, ends=False)
                 kept, size, first = [], 0, number
             kept.append(_decoded(line, f"line {number} of {path}"))
             size += len(kept[-1])
         if kept:
-            yield Record(place=f"{path} from line {first}", fields={"text": "".join(kept)})
+            yield SourceRecord(place=f"{path} from line {first}", fields={"text": "".join(kept)})
 
 
 def _decoded(line: bytes, place: str) -> str:
@@ -165,7 +165,7 @@ def _decoded(line: bytes, place: str) -> str:
         raise InputError(f"{place} is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
-def _of_table(path: Path, kind: str) -> Iterator[Record]:
+def _of_table(path: Path, kind: str) -> Iterator[SourceRecord]:
     """The rows of a file that `datasets` reads."""
     datasets = _library(str(path))
     try:
@@ -175,7 +175,7 @@ def _of_table(path: Path, kind: str) -> Iterator[Record]:
     yield from _rows(rows, str(path))
 
 
-def _of_dataset(folder: Path, part: Part) -> Iterator[Record]:
+def _of_dataset(folder: Path, part: DatasetPart) -> Iterator[SourceRecord]:
     """The rows of a saved dataset."""
     datasets = _library(str(folder))
     try:
@@ -189,7 +189,7 @@ def _of_dataset(folder: Path, part: Part) -> Iterator[Record]:
     yield from _rows(found, str(folder))
 
 
-def _of_hub(name: str, part: Part) -> Iterator[Record]:
+def _of_hub(name: str, part: DatasetPart) -> Iterator[SourceRecord]:
     """The rows of a dataset on the Hub, as they arrive."""
     check_place(name, "dataset", part.revision)
     datasets = _library(f"the dataset {name}")
@@ -211,11 +211,11 @@ def _library(what: str) -> Any:
     return datasets
 
 
-def _rows(rows: Any, name: str) -> Iterator[Record]:
+def _rows(rows: Any, name: str) -> Iterator[SourceRecord]:
     number = 0
     try:
         for number, row in enumerate(rows, 1):
-            yield Record(place=f"row {number} of {name}", fields=row)
+            yield SourceRecord(place=f"row {number} of {name}", fields=row)
     except Exception as error:
         raise InputError(f"{name} cannot be read after row {number}: {reason_of(error)}") from error
 

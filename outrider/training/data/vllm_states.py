@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
 from outrider.learning.batch import Document
-from outrider.training.data.batches import States
+from outrider.training.data.batches import CapturedStates
 from outrider.training.data.capture import capture
 from outrider.training.data.shards import Contents
 
@@ -86,7 +86,7 @@ class VllmStates:
                     "are of another target, or states_layers has another order than vLLM was told"
                 )
 
-    def states(self, number: int, first: int = 0, last: int | None = None) -> States:
+    def states(self, number: int, first: int = 0, last: int | None = None) -> CapturedStates:
         """The states of tokens `first` to before `last` of a document."""
         try:
             with safe_open(self.files[number], framework="pt") as file:
@@ -99,7 +99,7 @@ class VllmStates:
                 f"{len(self.layers)} layers; name the layers that vLLM was told to extract"
             )
         hidden: Mapping[int, Tensor] = {tap: rows[:, place] for place, tap in enumerate(self.layers)}
-        return States(hidden=hidden)
+        return CapturedStates(hidden=hidden)
 
 
 def _key(tokens: Int[np.ndarray, " length"]) -> bytes:

@@ -7,10 +7,10 @@ from torch import nn
 from torch.optim import AdamW
 
 from outrider.core.types import InputError
-from outrider.training.loop.settings import Settings
+from outrider.training.loop.settings import TrainSettings
 
 
-def adamw(learner: nn.Module, settings: Settings, device: torch.device) -> AdamW:
+def adamw(learner: nn.Module, settings: TrainSettings, device: torch.device) -> AdamW:
     """AdamW over the trained parameters. Matrices decay, other parameters do not.
 
     Args:

@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from outrider.host.threads import release_threads
-from outrider.learning.batch import Batch
+from outrider.learning.batch import TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class StepData:
         num_learnt: Learnt tokens of the whole step, over all processes.
     """
 
-    parts: Sequence[Batch]
+    parts: Sequence[TrainBatch]
     num_learnt: int
 
 

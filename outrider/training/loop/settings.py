@@ -24,7 +24,7 @@ TRACKERS = (TENSORBOARD, "wandb", "mlflow", "trackio", "swanlab", "comet_ml", "c
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class TrainSettings:
     """How a drafter is trained.
 
     Attributes:
@@ -101,7 +101,7 @@ class Settings:
         """The names of the trackers.
 
         Example:
-            >>> Settings(tracker="tensorboard,wandb").trackers
+            >>> TrainSettings(tracker="tensorboard,wandb").trackers
             ['tensorboard', 'wandb']
         """
         return list(dict.fromkeys(each.strip() for each in self.tracker.split(",")))
@@ -114,7 +114,7 @@ class Settings:
         that is done.
 
         Example:
-            >>> settings = Settings(steps=12, learning_rate=1.0, warmup=2, min_lr_ratio=0.0)
+            >>> settings = TrainSettings(steps=12, learning_rate=1.0, warmup=2, min_lr_ratio=0.0)
             >>> [round(settings.rate(step), 3) for step in (0, 1, 2, 7, 11)]
             [0.5, 1.0, 1.0, 0.5, 0.024]
         """

@@ -32,8 +32,8 @@ from outrider.training.loop import checkpoint, processes
 from outrider.training.loop.journal import Journal, begins_run, trackers_of
 from outrider.training.loop.optimizer import adamw
 from outrider.training.loop.prefetch import Prefetch, StepData
-from outrider.training.loop.settings import TENSORBOARD, Settings, check_same
-from outrider.training.loop.watch import Watch, Watched
+from outrider.training.loop.settings import TENSORBOARD, TrainSettings, check_same
+from outrider.training.loop.watch import Evaluation, Watched
 
 FOLDER = "training"
 """Folder beside the drafter in which a run keeps its log and its checkpoints."""
@@ -51,7 +51,7 @@ SAVING = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Best:
+class BestDrafter:
     """The best drafter until now.
 
     Attributes:
@@ -98,20 +98,20 @@ class Trained:
     log: Path
     step: int
     watched: Watched | None
-    best: Best | None
+    best: BestDrafter | None
 
 
-def place(settings: Settings) -> torch.device:
+def place(settings: TrainSettings) -> torch.device:
     """The device that this process trains on: where a learner puts what it does not train."""
     processes.load_whole()
     return PartialState(cpu=settings.device == "cpu").device
 
 
-def settled(settings: Settings, device: torch.device) -> Settings:
+def settled(settings: TrainSettings, device: torch.device) -> TrainSettings:
     """The settings with what a device decides, so that a run says what it computed in.
 
     Example:
-        >>> settled(Settings(), torch.device("cpu")).precision
+        >>> settled(TrainSettings(), torch.device("cpu")).precision
         'no'
     """
     if settings.precision is not None:
@@ -153,9 +153,9 @@ def _holds_run(out: Path) -> bool:
 def train(
     learner: Learner,
     batches: Batches,
-    settings: Settings,
+    settings: TrainSettings,
     out: Path,
-    watch: Watch | None = None,
+    watch: Evaluation | None = None,
     progress: Callable[[Progress], object] | None = None,
     *,
     about: Mapping[str, Any] | None = None,
@@ -194,9 +194,9 @@ class _Run:
         self,
         learner: Learner,
         batches: Batches,
-        settings: Settings,
+        settings: TrainSettings,
         out: Path,
-        watch: Watch | None,
+        watch: Evaluation | None,
         about: dict[str, Any],
     ) -> None:
         self.settings, self.batches, self.watch, self.out = settings, batches, watch, out
@@ -216,7 +216,7 @@ class _Run:
         optimizer = adamw(learner, settings, self.accelerator.device)
         self.learner: Learner = learner
         self.model, self.optimizer = self.accelerator.prepare(learner, optimizer)
-        self.step, self.best, self.watched = 0, cast(Best | None, None), cast(Watched | None, None)
+        self.step, self.best, self.watched = 0, cast(BestDrafter | None, None), cast(Watched | None, None)
         self.spent = 0.0
         self._resume()
         self.began, self.began_at = time.perf_counter(), self.step
@@ -393,7 +393,7 @@ class _Run:
                 self.learner.train()
                 score = self.watch.score(found)
                 if self.best is None or score > self.best.score:
-                    self.best = Best(step=self.step, score=score)
+                    self.best = BestDrafter(step=self.step, score=score)
                     if self.settings.keep_best:
                         checkpoint.write_folder(self.folder / f"best-{self.step:08d}", self.learner.write)
         self.accelerator.wait_for_everyone()
@@ -453,7 +453,7 @@ class _Run:
             options=options,
         )
         self.step = int(told[0]["step"])
-        self.best = None if told[0]["best"] is None else Best(**told[0]["best"])
+        self.best = None if told[0]["best"] is None else BestDrafter(**told[0]["best"])
         if self.accelerator.scaler is not None and told[0]["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(told[0]["scaler"])
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from outrider.core.dice import Purpose, corpus_generator
 from outrider.core.types import InputError
-from outrider.learning.batch import Batch, Document
-from outrider.learning.learner import Judged, Judging, Learner
+from outrider.learning.batch import Document, TrainBatch
+from outrider.learning.learner import JudgedDrafts, Judging, Learner
 from outrider.training.data.batches import Batches
 
 
@@ -54,7 +54,7 @@ class Watched:
         }
 
 
-class Watch:
+class Evaluation:
     r"""Measures a drafter along held-out texts, without decoding; beside that it may decode some prompts.
 
     At temperature 1, $P(\text{first } k \text{ draft tokens accepted}) = \sum_{x_{1..k}} \prod_j \min(p, q)(x_j) =
@@ -117,7 +117,7 @@ class Watch:
             num_steps=len(log_ratios),
         )
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[TrainBatch]:
         """The texts."""
         for texts in self._texts:
             longest = max(len(each.tokens) for each in texts)
@@ -133,7 +133,7 @@ def windows(
     agrees: Bool[Tensor, "rows length"],
     learnt: Bool[Tensor, "rows length"],
     depth: int,
-) -> Judged:
+) -> JudgedDrafts:
     """The drafts that a drafter makes along texts if its row depends on the tokens alone.
 
     Args:
@@ -144,9 +144,9 @@ def windows(
     """
     if learnt.shape[1] < depth:
         empty = np.zeros((0, depth))
-        return Judged(log_ratios=empty, agrees=empty.astype(bool))
+        return JudgedDrafts(log_ratios=empty, agrees=empty.astype(bool))
     whole = learnt.unfold(1, depth, 1).all(-1)
-    return Judged(
+    return JudgedDrafts(
         log_ratios=log_ratios.unfold(1, depth, 1)[whole].double().cpu().numpy(),
         agrees=agrees.unfold(1, depth, 1)[whole].cpu().numpy(),
     )

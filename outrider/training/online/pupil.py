@@ -74,7 +74,7 @@ class OnlineSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Best:
+class BestWeights:
     """The weights with the highest acceptance rate so far."""
 
     acceptance_rate: float
@@ -105,7 +105,7 @@ class Pupil:
             max_length=settings.max_length,
         )
         self.buffer = Buffer(settings.max_corrections)
-        self.best: Best | None = None
+        self.best: BestWeights | None = None
         self.num_rollbacks = 0
         self._settings, self._snapshots = settings, snapshots
         self._active: set[str] = set()
@@ -192,7 +192,7 @@ class Pupil:
             return False
         rate, self._drafted, self._accepted = self._accepted / self._drafted, 0, 0
         if self.best is None or rate >= self.best.acceptance_rate:
-            self.best = Best(acceptance_rate=rate, weights=self.draft.weights())
+            self.best = BestWeights(acceptance_rate=rate, weights=self.draft.weights())
         elif rate < self.best.acceptance_rate - margin:
             self.draft.restore(self.best.weights)
             self.buffer.clear()

@@ -3,7 +3,7 @@
 import os
 import signal
 
-from outrider.bench.engines.driver import Answer, Asked, Driver, Options, serve
+from outrider.bench.engines.driver import Driver, DriverRequest, EngineOutput, Options, serve
 
 
 class Scripted(Driver):
@@ -16,7 +16,7 @@ class Scripted(Driver):
             raise ValueError("no such head")
         self.mode, self.answered = options.mode, 0
 
-    def ask(self, asked: Asked) -> Answer:
+    def ask(self, asked: DriverRequest) -> EngineOutput:
         self.answered += 1
         if self.mode == "alone" and len(asked.prompts) > 1:
             raise ValueError("one prompt\nat a time")
@@ -26,7 +26,7 @@ class Scripted(Driver):
         print("engines print what they like")
         length = asked.new_tokens - (self.mode == "short")
         counts = {"drafts": 2, "draft_tokens": 10, "accepted_tokens": 5} if self.mode == "medusa" else {}
-        return Answer(tokens=[[7] * length for _ in asked.prompts], counts=counts)
+        return EngineOutput(tokens=[[7] * length for _ in asked.prompts], counts=counts)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ import torch
 
 from outrider.bench.engines import llama, openvino
 from outrider.bench.engines.agreement import Surprise, agreement, surprise
-from outrider.bench.engines.driver import Asked, Options
+from outrider.bench.engines.driver import DriverRequest, Options
 from outrider.bench.engines.engine import converted, state_of
-from outrider.bench.engines.environments import CannotMake, Environment, Room
+from outrider.bench.engines.environments import CannotMake, Environment, EnvironmentFolder
 from outrider.bench.engines.llama import add_vocabulary, compiler
 from outrider.bench.engines.process import Process, Refused, Stopped
 from outrider.bench.engines.vllm import requirements
@@ -32,8 +32,8 @@ def options(mode: str) -> Options:
     )
 
 
-def asked(prompts: list[list[int]], temperature: float = 0.0) -> Asked:
-    return Asked(prompts=prompts, new_tokens=12, temperature=temperature, seed=1)
+def asked(prompts: list[list[int]], temperature: float = 0.0) -> DriverRequest:
+    return DriverRequest(prompts=prompts, new_tokens=12, temperature=temperature, seed=1)
 
 
 def test_a_driver_decodes_until_its_input_ends():
@@ -96,7 +96,7 @@ def test_a_driver_that_does_not_exist_is_told_by_a_sentence():
 
 
 def test_a_command_that_fails_is_told_by_its_last_error(tmp_path):
-    room = Room(place=tmp_path, pins=())
+    room = EnvironmentFolder(place=tmp_path, pins=())
     program = "print('Collecting\\nERROR: No matching distribution found for vllm\\n'); raise SystemExit(1)"
     with pytest.raises(CannotMake, match=r"says: No matching distribution found for vllm$"):
         room.run(sys.executable, "-c", program)
@@ -196,7 +196,7 @@ def test_a_model_is_converted_once(tmp_path):
         out.write_text(dtype)
 
     engine = replace(openvino.ENGINE, convert=convert)
-    room = Room(place=tmp_path / "one", pins=())
+    room = EnvironmentFolder(place=tmp_path / "one", pins=())
     places = [converted(engine, room, EMBEDDED_DRAFT, tmp_path, dtype) for dtype in ("float32", "float32", "bfloat16")]
     assert calls == ["float32", "bfloat16"]
     assert [place.read_text() for place in places] == ["float32", "float32", "bfloat16"]
@@ -228,7 +228,7 @@ def test_every_kind_of_vocabulary_is_written_for_llama_with_the_same_ids(tmp_pat
 
 
 def test_an_engine_gets_the_very_file_that_it_reads_by_itself(tmp_path):
-    file, room = tmp_path / "model.gguf", Room(place=tmp_path, pins=())
+    file, room = tmp_path / "model.gguf", EnvironmentFolder(place=tmp_path, pins=())
     file.write_bytes(b"GGUF")
     assert converted(llama.ENGINE, room, file, tmp_path / "elsewhere", "float32") == file
     with pytest.raises(CannotMake, match=r"reads no \.gguf files"):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.bench.engines.driver import Answer, Asked, Driver, Options, serve
+from outrider.bench.engines.driver import Driver, DriverRequest, EngineOutput, Options, serve
 from outrider.bench.engines.engine import DRAFT_MODEL
 
 COMMAND = [sys.executable, "-m", "tests.bench.engines.transformers_driver"]
@@ -40,7 +40,7 @@ class TransformersDriver(Driver):
             draft.generation_config.assistant_confidence_threshold = 0
 
     @torch.inference_mode()
-    def ask(self, asked: Asked) -> Answer:
+    def ask(self, asked: DriverRequest) -> EngineOutput:
         """Decode the prompts of a run, padded on their left."""
         longest = max(map(len, asked.prompts))
         missing = [longest - len(prompt) for prompt in asked.prompts]
@@ -57,7 +57,7 @@ class TransformersDriver(Driver):
             **law,
             **self._drafting,
         )
-        return Answer(tokens=made[:, longest:].tolist())
+        return EngineOutput(tokens=made[:, longest:].tolist())
 
 
 if __name__ == "__main__":

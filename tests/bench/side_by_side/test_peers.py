@@ -10,7 +10,7 @@ from huggingface_hub import constants
 
 import outrider
 from outrider import InputError, Sampling
-from outrider.bench.engines.engine import Engine as OtherEngine
+from outrider.bench.engines.engine import PeerEngine
 from outrider.bench.engines.environments import Environment
 from outrider.bench.side_by_side import peers
 from outrider.bench.side_by_side.arrivals import ClosedLoop
@@ -50,9 +50,9 @@ def some_of(engine, tmp_path):
     return made
 
 
-def scripted(*modes: str) -> OtherEngine:
+def scripted(*modes: str) -> PeerEngine:
     """A driver that answers as its mode says, and never as the target."""
-    return OtherEngine(
+    return PeerEngine(
         title="Scripted",
         modes=modes,
         command=lambda room: [sys.executable, "-m", "tests.bench.engines.scripted_driver"],

@@ -6,7 +6,7 @@ import pytest
 
 from outrider import InputError
 from outrider.bench.side_by_side.arrivals import ClosedLoop, OpenLoop, Trace
-from outrider.bench.side_by_side.player import Chunk, Player, request_seed
+from outrider.bench.side_by_side.player import OutputChunk, Player, request_seed
 from outrider.bench.side_by_side.prompts import Encoder
 from outrider.bench.workloads.conversation import Conversation
 
@@ -50,7 +50,9 @@ class Server:
         for id in list(self.left):
             self.left[id] -= 1
             last = self.left[id] == 0
-            chunks.append(Chunk(id=id, num_tokens=1, drafted=2, accepted=0, answer=f"said {id}" if last else None))
+            chunks.append(
+                OutputChunk(id=id, num_tokens=1, drafted=2, accepted=0, answer=f"said {id}" if last else None)
+            )
             if last:
                 del self.left[id]
         return chunks

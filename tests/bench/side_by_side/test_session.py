@@ -9,7 +9,7 @@ import pytest
 
 from outrider import InputError, Sampling, Setup
 from outrider.assembly import assemble
-from outrider.bench.evidence import Estimate
+from outrider.bench.evidence import IntervalEstimate
 from outrider.bench.side_by_side.arrivals import ClosedLoop, OpenLoop, Trace
 from outrider.bench.side_by_side.configuration import DEFAULT, Configuration, named
 from outrider.bench.side_by_side.export import profile, write_profile
@@ -17,8 +17,16 @@ from outrider.bench.side_by_side.metrics import Objectives
 from outrider.bench.side_by_side.page import TRAPS, findings, summary
 from outrider.bench.side_by_side.peers import PeerOptions
 from outrider.bench.side_by_side.served import Served
-from outrider.bench.side_by_side.session import Clock, Group, Measurement, Plan, groups_of, measure, shared_setup
-from outrider.bench.side_by_side.verdict import Verdict, chief, headline, units, verdict_of
+from outrider.bench.side_by_side.session import (
+    BenchPlan,
+    Group,
+    Measurement,
+    SessionClock,
+    groups_of,
+    measure,
+    shared_setup,
+)
+from outrider.bench.side_by_side.verdict import SpeedupVerdict, chief, headline, units, verdict_of
 from outrider.bench.turns import Turn
 from outrider.bench.workloads.conversation import Conversation
 from outrider.bench.workloads.formats import TraceUnits
@@ -63,7 +71,7 @@ def plan(tmp_path_factory):
         {"timestamp": 10 * i, "input_length": 20 + i, "output_length": TOKENS, "hash_ids": [i % 2]} for i in range(10)
     ]
     place.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return Plan(
+    return BenchPlan(
         setup=Setup(llama(), drafter=drafter_of("model"), length="fixed:3", ignore_generation_config=True),
         configurations=(named("three", {}), named("two", {"length": "fixed:2"})),
         generation=Generation(max_new_tokens=TOKENS, sampling=Sampling(temperature=0), ignore_eos=True),
@@ -280,9 +288,9 @@ def test_the_acceptance_of_the_fastest_configuration_is_exported(measured, tmp_p
         profile(replace(found, plan=nothing))
 
 
-def verdict(value: float, low: float, high: float, num_units: int = 9) -> Verdict:
-    speedup = Estimate(value=value, low=low, high=high)
-    return Verdict(way="mine", load="concurrency 1", baseline="plain", speedup=speedup, num_units=num_units)
+def verdict(value: float, low: float, high: float, num_units: int = 9) -> SpeedupVerdict:
+    speedup = IntervalEstimate(value=value, low=low, high=high)
+    return SpeedupVerdict(way="mine", load="concurrency 1", baseline="plain", speedup=speedup, num_units=num_units)
 
 
 def test_a_verdict_needs_its_whole_interval_beyond_the_bounds():
@@ -297,7 +305,7 @@ def test_a_verdict_needs_its_whole_interval_beyond_the_bounds():
 def test_time_ends_between_groups(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("outrider.bench.side_by_side.session.time.monotonic", lambda: now[0])
-    clock = Clock(10.0)
+    clock = SessionClock(10.0)
     one, two = (Group(number=i, conversations=(Conversation(id=str(i), category="", opening=[1]),)) for i in range(2))
 
     def allowed(group, round=0):
@@ -335,4 +343,4 @@ def test_groups_hold_every_conversation_once():
 )
 def test_plans_that_make_no_sense_are_refused(given, sentence):
     with pytest.raises(InputError, match=sentence):
-        Plan(**given)
+        BenchPlan(**given)

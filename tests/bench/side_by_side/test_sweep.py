@@ -9,7 +9,7 @@ from outrider import InputError, Sampling, Setup
 from outrider.bench.side_by_side import sweep
 from outrider.bench.side_by_side.configuration import Axis
 from outrider.bench.side_by_side.peers import PeerOptions
-from outrider.bench.side_by_side.session import Plan
+from outrider.bench.side_by_side.session import BenchPlan
 from outrider.bench.side_by_side.sweep import Point, Points, best_first, by_optuna, on_ray, run_sweep
 from outrider.engine.generation import Generation
 from tests.world.models import llama
@@ -22,7 +22,7 @@ def plan(tmp_path):
     """A tiny target without a draft model, on two requests."""
     place = tmp_path / "trace.jsonl"
     place.write_text('{"timestamp": 0, "input_length": 9, "output_length": 6}\n' * 2)
-    return Plan(
+    return BenchPlan(
         setup=Setup(llama(), drafter="ngram", ignore_generation_config=True),
         generation=Generation(max_new_tokens=6, sampling=Sampling(temperature=0), ignore_eos=True),
         workload=str(place),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from outrider.serve.client.answers import Place
+from outrider.serve.client.answers import AnswerToken
 from outrider.serve.client.proof import check_drawn, check_greedy, first_tokens, prove
 from outrider.serve.client.remote import Remote
 from tests.cli.runs import run
@@ -60,7 +60,7 @@ def test_a_draft_that_is_always_accepted_is_caught():
 
 def test_first_tokens_that_are_too_rare_are_counted_together():
     top = {1: math.log(0.62), 2: math.log(0.37), 3: math.log(0.005)}
-    outputs = [[Place(token=token, own=top[token], top=top)] for token in [1] * 61 + [2] * 37 + [3] * 2]
+    outputs = [[AnswerToken(token=token, own=top[token], top=top)] for token in [1] * 61 + [2] * 37 + [3] * 2]
     found = first_tokens(outputs)
     assert (found.degrees, found.num_draws) == (1, 100)
 

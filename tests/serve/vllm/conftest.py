@@ -7,15 +7,15 @@ import httpx
 import pytest
 
 from outrider.serve.limits import Limits
-from outrider.serve.settings import Settings
-from outrider.serve.vllm.launch import Launch, Speculation
+from outrider.serve.settings import HttpSettings
+from outrider.serve.vllm.launch import Launch, VllmSpeculation
 from outrider.serve.vllm.passing import PassingService, make_passing_app
 from outrider.serve.vllm.process import VllmProcess
 from outrider.serve.vllm.python import VllmPython
 from tests.serve.served import listening
 from tests.serve.vllm.fakes import fake_python
 
-DRAFTS = Speculation(method="draft_model", name="model", model="/a/draft")
+DRAFTS = VllmSpeculation(method="draft_model", name="model", model="/a/draft")
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +39,7 @@ def answers(tmp_path_factory) -> Path:
 def passing(gpu_python, answers) -> Iterator[str]:
     """The address of a server in front of the fake."""
     launch = Launch(target="/a/target", speculation=DRAFTS, names=("mine",), updates_weights=True)
-    settings = Settings(keys=("secret",), admin_key="admin", answers=answers)
+    settings = HttpSettings(keys=("secret",), admin_key="admin", answers=answers)
     with VllmProcess(gpu_python, launch) as process:
         service = PassingService(process, Limits(max_body_bytes=10_000))
         with listening(make_passing_app(service, settings), service) as url:

@@ -12,7 +12,7 @@ from outrider.serve.answers_log import lessons_of
 from outrider.serve.client.bench import counters
 from outrider.serve.client.remote import Remote
 from outrider.serve.limits import Limits
-from outrider.serve.settings import Settings
+from outrider.serve.settings import HttpSettings
 from outrider.serve.vllm.launch import Launch
 from outrider.serve.vllm.passing import PassingService, make_passing_app
 from outrider.serve.vllm.process import VllmProcess
@@ -114,7 +114,7 @@ def test_answers_are_kept_for_learning_unless_the_client_says_no(client, answers
 def test_the_end_of_vllm_is_a_sentence_in_streams_and_answers(python):
     with VllmProcess(python, Launch(target="t", names=("mine",))) as process:
         service = PassingService(process, Limits())
-        with listening(make_passing_app(service, Settings()), service) as url, httpx.Client(base_url=url) as client:
+        with listening(make_passing_app(service, HttpSettings()), service) as url, httpx.Client(base_url=url) as client:
             assert client.get("/health").status_code == 200
             with client.stream("POST", "/v1/completions", json=BODY | {"stream": True, "seed": 2}) as answer:
                 told = [line for line in answer.iter_lines() if line]
@@ -147,7 +147,7 @@ def test_a_build_for_cpus_that_drafts_is_asked_for_greedy_outputs_alone(python, 
         with VllmProcess(python, launch) as process:
             service = PassingService(process, Limits())
             with (
-                listening(make_passing_app(service, Settings()), service) as url,
+                listening(make_passing_app(service, HttpSettings()), service) as url,
                 httpx.Client(base_url=url, timeout=30) as client,
             ):
                 asked = [body, body | {"temperature": 1}, body | {"temperature": 0}]
