@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from outrider.bench.runs import Conditions, Contender, PromptBatch, RunResult, on_engine, on_transformers
+from outrider.bench.side_by_side.configuration import PLAIN
 from outrider.bench.turns import turns
 from outrider.bench.workload import Question
 from outrider.core.types import Sampling
@@ -110,7 +111,8 @@ def _ways(engine: Engine, conditions: Conditions, num_prompts: int) -> list[Cont
 
     found = [way(SPECULATIVE, lambda job: on_engine(engine, job, conditions))]
     for columns in sorted({1, target.pad_to}):
-        found.append(way(f"plain, {columns} columns", partial(plain, columns)))
+        name = PLAIN if columns == 1 else f"{PLAIN}, {columns} columns"
+        found.append(way(name, partial(plain, columns)))
     if engine.max_slots == 1 or num_prompts == 1:
         found.append(way("transformers generate", transformers))
     return found

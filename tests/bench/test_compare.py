@@ -9,6 +9,7 @@ import outrider
 from outrider import Sampling
 from outrider.bench.compare import SPECULATIVE, Comparison, TimedRun, compare
 from outrider.bench.runs import Conditions, PromptBatch, on_engine, on_transformers
+from outrider.bench.side_by_side.configuration import PLAIN
 from outrider.bench.workload import Question
 
 
@@ -31,12 +32,12 @@ def test_all_ways_say_as_many_tokens_and_transformers_takes_its_turns_where_it_i
     )
     names = [run.configuration for run in found.runs]
     assert {name: names.count(name) for name in names} == dict.fromkeys(
-        (SPECULATIVE, "plain, 1 columns", "transformers generate"), 2
+        (SPECULATIVE, PLAIN, "transformers generate"), 2
     )
     assert {run.tokens for run in found.runs} == {6}
     assert len(rounds) == 3
     several = compare(engine, prompts, max_new_tokens=4, sampling=Sampling(temperature=0), rounds=1)
-    assert {run.configuration for run in several.runs} == {SPECULATIVE, "plain, 1 columns"}
+    assert {run.configuration for run in several.runs} == {SPECULATIVE, PLAIN}
 
 
 def test_the_speedup_is_over_the_fastest_plain_way():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from outrider.bench.side_by_side.configuration import PLAIN
 from outrider.cli.bench import BenchOptions, plan_of
 from outrider.cli.request import RequestOptions
 from outrider.embedded import EMBEDDED_DRAFT
@@ -34,7 +35,7 @@ def test_each_request_is_a_line_of_json_and_the_verdict_goes_to_standard_error(m
     )
     assert status == 0, errors
     lines = [json.loads(line) for line in told.splitlines()]
-    assert sorted(line["way"] for line in lines) == ["length=fixed:2"] * 2 + ["plain"] * 2
+    assert sorted(line["way"] for line in lines) == ["length=fixed:2"] * 2 + [PLAIN] * 2
     assert {line["num_tokens"] for line in lines} == {4}
     for line in lines:
         assert line["tokens_per_second"] > 0
@@ -46,7 +47,7 @@ def test_each_request_is_a_line_of_json_and_the_verdict_goes_to_standard_error(m
     status, again, errors = run(monkeypatch, capsys, *SHORT, "--with", "length=fixed:2", "--out", str(out))
     assert status == 0, errors
     assert again.startswith("Too few runs to judge length=fixed:2")
-    assert "plain" in again
+    assert PLAIN in again
 
 
 @pytest.mark.parametrize(

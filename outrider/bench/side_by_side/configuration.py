@@ -13,7 +13,7 @@ from outrider.setup import Setup
 
 FIELDS = ("drafter", "tree", "verifier", "length", "decoding", "allow_lossy", "forward")
 """Options in which configurations may differ. All others are the same for all of them."""
-PLAIN = "plain"
+PLAIN = "plain (no drafting)"
 """The name of plain decoding, which always takes part."""
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
 LARGEST_GRID = 1000

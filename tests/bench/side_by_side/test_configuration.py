@@ -21,7 +21,7 @@ def test_values_keep_their_own_commas_and_equal_signs():
         ("lenght=fixed:4", r"unknown option of a configuration 'lenght'; did you mean 'length'\?"),
         ("target=somewhere", "unknown option of a configuration 'target'"),
         ("length=fixed:4,length=fixed:5", "gives length twice"),
-        ("length=fixed:4,name=plain", "not 'plain'"),
+        ("length=fixed:4,name=plain (no drafting)", r"not 'plain \(no drafting\)'"),
         ("allow_lossy=perhaps", "allow_lossy must be true or false"),
     ],
 )

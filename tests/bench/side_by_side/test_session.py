@@ -11,7 +11,7 @@ from outrider import InputError, Sampling, Setup
 from outrider.assembly import assemble
 from outrider.bench.evidence import IntervalEstimate
 from outrider.bench.side_by_side.arrivals import ClosedLoop, OpenLoop, Trace
-from outrider.bench.side_by_side.configuration import DEFAULT, Configuration, named
+from outrider.bench.side_by_side.configuration import DEFAULT, PLAIN, Configuration, named
 from outrider.bench.side_by_side.export import profile, write_profile
 from outrider.bench.side_by_side.metrics import Objectives
 from outrider.bench.side_by_side.page import TRAPS, findings, summary
@@ -108,12 +108,12 @@ def test_no_configuration_is_stopped_by_memory_that_its_workload_does_not_need(p
     configurations = (DEFAULT, named("other", {"drafter": "ngram"}))
     found = measure(replace(plan, setup=half, configurations=configurations, rounds=1, num_prompts=1, peers=ALONE))
     assert found.stopped == {}
-    assert found.ways == ["plain", "default", "other"]
+    assert found.ways == [PLAIN, "default", "other"]
 
 
 def test_all_ways_answer_all_requests_with_as_many_tokens(measured):
     _, found = measured
-    assert found.ways == ["plain", "three", "two", "transformers"]
+    assert found.ways == [PLAIN, "three", "two", "transformers"]
     assert len(found.rows) == 4 * 10 * 2
     assert {row["tokens"] for row in found.rows} == {TOKENS}
     assert {each["num_tokens"] for row in found.rows for each in row["served"]} == {TOKENS}
@@ -124,7 +124,7 @@ def test_rows_say_what_each_step_drafted_and_accepted(measured):
     _, found = measured
     for row in found.rows:
         [request] = [Served.read(each) for each in row["served"]]
-        longest = {"plain": 0, "three": 3, "two": 2}.get(row["method"])
+        longest = {PLAIN: 0, "three": 3, "two": 2}.get(row["method"])
         if longest is None:
             assert request.steps == ()
             continue
@@ -138,8 +138,8 @@ def test_rows_say_what_each_step_drafted_and_accepted(measured):
 def test_figures_of_a_way_fit_each_other(measured):
     _, found = measured
     own = {each["way"]: each for each in summary(found)}
-    assert own["plain"]["block_efficiency"] == 1
-    assert own["plain"]["acceptance_length"] is None
+    assert own[PLAIN]["block_efficiency"] == 1
+    assert own[PLAIN]["acceptance_length"] is None
     three = own["three"]
     assert three["acceptance_length"] == pytest.approx(1 + sum(three["marginal_acceptance"]))
     assert three["block_efficiency"] > own["two"]["block_efficiency"] > 1
@@ -226,7 +226,7 @@ def test_a_biased_configuration_is_stopped_and_the_others_go_on(plan):
     assert list(found.stopped) == ["biased"]
     assert found.stopped["biased"].startswith("its law is not the target's: enumerated on small tables, it is off by")
     assert "biased" not in found.ways
-    assert {row["method"] for row in found.rows} == {"plain", "two", "transformers"}
+    assert {row["method"] for row in found.rows} == {PLAIN, "two", "transformers"}
     assert "biased" in findings(found).markdown("outrider bench", found.made)
 
 
@@ -241,7 +241,7 @@ def test_a_point_that_does_not_fit_is_left_out_and_a_named_one_is_refused(plan):
             peers=PeerOptions(names=()),
         )
     )
-    assert found.ways == ["plain"]
+    assert found.ways == [PLAIN]
     assert "does not keep the target's law" in found.left_out["wide"]
     assert headline(found).startswith("Nothing was measured that drafts")
     with pytest.raises(InputError, match=r"^wide: verifier 'block' does not keep"):
@@ -290,7 +290,7 @@ def test_the_acceptance_of_the_fastest_configuration_is_exported(measured, tmp_p
 
 def verdict(value: float, low: float, high: float, num_units: int = 9) -> SpeedupVerdict:
     speedup = IntervalEstimate(value=value, low=low, high=high)
-    return SpeedupVerdict(way="mine", load="concurrency 1", baseline="plain", speedup=speedup, num_units=num_units)
+    return SpeedupVerdict(way="mine", load="concurrency 1", baseline=PLAIN, speedup=speedup, num_units=num_units)
 
 
 def test_a_verdict_needs_its_whole_interval_beyond_the_bounds():
