@@ -19,6 +19,7 @@ from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Drafter, Unbound, UnboundCheckpoint
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.engine.engine import Engine
+from outrider.host.mapped import release_heap
 from outrider.host.threads import release_threads, use_threads
 from outrider.lengths.protocol import LengthPolicy, LoadPolicy
 from outrider.lm.forwards.choice import choose
@@ -99,6 +100,8 @@ def assemble(setup: Setup, *, target: LM | None = None, drafter: Drafter | None 
     follows = not wanted.ignore_generation_config
     # Another thread may run the engine.
     release_threads()
+    # Reading a tokenizer and its config takes many times the memory of what is kept of them.
+    release_heap()
     if shared is None:
         log.log(level_of(model), "%s", _runs(wanted, parts, max_slots))
     stop = stop_strings(model) if follows else ()

@@ -48,8 +48,11 @@ LEAST_MASKLESS = 33
 FULL = 7 / 8
 """Largest share of nodes in a padded batch whose padding is left out. To lay nodes out takes about as long as a few of
 them."""
-RARE = 32
-"""Compiled forwards behind an eager one after which the model's own weights need not stay in memory."""
+COPYING: tuple[Forward, ...] = ("packed", "compiled")
+"""Kinds of forward that have copies of the weights."""
+FEW, RARE = 4, 32
+"""Forwards by copies after which the pages of the model's own weights are given back: behind one that read these
+weights, and otherwise."""
 LEAST_CONTEXT = 3
 """Tokens of the longest path on which a model's masks are tried."""
 
@@ -162,7 +165,7 @@ class LanguageModel(SlottedLM):
             device=self.device,
         )
         self._forwards: dict[Forward, Runs] = {}
-        self._rare = 0
+        self._until_release = RARE
         self.choice: ForwardChoice | None = None
         self.narrow = self.widest
         self.run_by("eager")
@@ -194,7 +197,8 @@ class LanguageModel(SlottedLM):
 
     def _name_of_check(self) -> str:
         """What names the check of its forwards as they run now."""
-        return f"compiled {self.package.folder.name}" if self.forward == "compiled" else self.forward
+        runs = self._forwards[self.forward]
+        return f"compiled {runs.folder.name}" if isinstance(runs, PackagedForward) else self.forward
 
     def drop_others(self) -> None:
         """Drop what forwards of other kinds hold: copies of weights. Eager forwards hold none, and stay.
@@ -203,7 +207,7 @@ class LanguageModel(SlottedLM):
         until they are read again.
         """
         self._forwards = {name: runs for name, runs in self._forwards.items() if name in ("eager", self.forward)}
-        if self.forward in ("packed", "compiled"):
+        if self.forward in COPYING:
             release_pages(self.model.parameters())
 
     def why_not(self, forward: Forward) -> str | None:
@@ -313,15 +317,22 @@ class LanguageModel(SlottedLM):
         return LanguageModel(copy.deepcopy(self.model).to(dtype), max_slots=self.max_slots, vocab_size=self.vocab_size)
 
     def _forward(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
-        runs = self._runs(inputs.positions.numel())
-        if isinstance(runs, PackagedForward) and not runs.has(taps):
+        chosen = runs = self._runs(inputs.positions.numel())
+        if isinstance(chosen, PackagedForward) and not chosen.has(taps):
             runs = self._forwards["eager"]
-        if self.forward == "compiled":
-            # A wide forward reads the model's own weights, and others may follow soon.
-            self._rare = RARE if not isinstance(runs, PackagedForward) else self._rare - 1
-            if self._rare == 0:
-                release_pages(self.model.parameters())
-        return runs(inputs, taps)
+        outputs = runs(inputs, taps)
+        if self.forward in COPYING:
+            self._release_own(by_copies=runs is chosen and chosen is self._forwards[self.forward])
+        return outputs
+
+    def _release_own(self, *, by_copies: bool) -> None:
+        """Give back the pages of the model's own weights a few forwards behind one that read them all: others of that
+        kind may follow at once. Later now and then, because each forward reads some rows of the embedding.
+        """
+        self._until_release = self._until_release - 1 if by_copies else FEW
+        if self._until_release == 0:
+            release_pages(self.model.parameters())
+            self._until_release = RARE
 
     def _runs(self, size: int) -> Runs:
         """What runs forwards of so many tokens, padding included."""

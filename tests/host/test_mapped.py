@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.host.mapped import release_pages
+from outrider.host.mapped import release_heap, release_pages
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/smaps")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self")
 
 
 @pytest.fixture
@@ -62,4 +62,21 @@ def test_memory_that_no_file_holds_stays():
 
 def test_a_system_that_lists_no_mappings_keeps_all(mapped, tmp_path):
     tensor, _ = mapped
-    assert release_pages([tensor], smaps=tmp_path / "none") == 0
+    assert release_pages([tensor], process=tmp_path) == 0
+
+
+@linux
+def test_memory_that_was_freed_between_pieces_in_use_is_given_back():
+    pieces = [torch.ones(1 << 13) for _ in range(4000)]
+    held = pieces[::100]
+    pieces.clear()
+    before = anonymous()
+    release_heap()
+    assert before - anonymous() > 60 << 20
+    assert all(bool((piece == 1).all()) for piece in held)
+
+
+def anonymous() -> int:
+    """Bytes of this process's memory that no file holds."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))

@@ -32,11 +32,13 @@ from outrider.lm.forwards.constants import MappedConstants
 from outrider.lm.forwards.package import GATHERED, Package
 from outrider.lm.forwards.runner import Runner
 from outrider.lm.head import head_lm
-from outrider.lm.model import LanguageModel
+from outrider.lm.hf.open import open_model
+from outrider.lm.model import FEW, LanguageModel
 from outrider.lm.protocol import Segment
 from outrider.lm.target_info import TargetInfo
 from outrider.proof.runs import law_of_runs, plain_rows
 from outrider.setup import Setup
+from tests.host.test_mapped import resident
 from tests.world.heads import toy
 
 CASES = {
@@ -232,6 +234,24 @@ def wide(plain: LanguageModel, model: LlamaForCausalLM) -> dict[str, object]:
     return {"differences": found, "some": 0 < lm.num_compiled_forwards - before < lm.num_forwards}
 
 
+def pages(model: LlamaForCausalLM) -> dict[str, int]:
+    """Bytes of the file of weights that are in memory: behind a wide eager forward of a model whose other forwards are
+    compiled, and a few of those later.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        own, text = open_model(folder), torch.arange(6)
+        lm = LanguageModel(own, max_slots=3, forward="compiled")
+        lm.narrow = 4
+        slot = lm.open()
+        lm.extend([Segment(slot=slot, tokens=text)])
+        found = {"wide": resident(own.lm_head.weight)}
+        for _ in range(FEW):
+            lm.commit({slot: []})
+            lm.extend([Segment(slot=slot, tokens=text[:1])])
+        return found | {"later": resident(own.lm_head.weight)}
+
+
 def unprepared(model: LlamaForCausalLM, taps: tuple[int, ...]) -> dict[str, bool]:
     """Forwards without a library of their taps run eager, and compile none."""
     plain, lm = LanguageModel(model, max_slots=3), LanguageModel(model, max_slots=3, forward="compiled")
@@ -372,6 +392,7 @@ def main() -> None:
         after = compiled.num_forwards, compiled.num_compiled_forwards
         found[f"all forwards {name} are compiled"] = after[0] - before[0] == after[1] - before[1] > 0
     found["wide"] = wide(plain, model)
+    found["pages"] = pages(model)
     found["others go on"] = others_go_on(compiled)
     found["needs no lock"] = needs_no_lock(compiled)
     found["failures"] = failures(compiled)

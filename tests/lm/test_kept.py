@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import weakref
 from pathlib import Path
 
@@ -12,11 +13,18 @@ from torch import nn
 from outrider.lm import fingerprint as fingerprints
 from outrider.lm.fingerprint import fingerprint, read_from, weights_of
 from outrider.lm.forwards import choice
+from outrider.lm.forwards import packed as packing
 from outrider.lm.forwards.forward import Forward
 from outrider.lm.forwards.packed import PackedLinear, packable
 from outrider.lm.hf.open import open_model
-from outrider.lm.model import LanguageModel
+from outrider.lm.model import RARE, LanguageModel
+from outrider.lm.protocol import Segment
+from tests.host.test_mapped import resident
 from tests.world.models import llama
+
+needs_packing = pytest.mark.skipif(
+    not packable(llama().to(torch.bfloat16)), reason="this machine has no kernels for packed bfloat16"
+)
 
 
 @pytest.fixture
@@ -110,7 +118,7 @@ def test_a_model_that_is_given_or_was_changed_is_checked_each_time(folder):
             assert calls
 
 
-@pytest.mark.skipif(not packable(llama().to(torch.bfloat16)), reason="this machine has no kernels for packed bfloat16")
+@needs_packing
 @pytest.mark.parametrize(("faster", "copies"), [("eager", 0), ("packed", 1)])
 def test_a_kind_of_forward_that_was_tried_leaves_no_copy_of_the_weights(folder, monkeypatch, faster, copies):
     made = list[weakref.ref[PackedLinear]]()
@@ -124,6 +132,25 @@ def test_a_kind_of_forward_that_was_tried_leaves_no_copy_of_the_weights(folder, 
     layers = sum(type(module) is nn.Linear for module in lm.model.modules())
     assert len(made) >= layers
     assert sum(each() is not None for each in made) == copies * layers
+
+
+@needs_packing
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self")
+def test_weights_in_files_take_no_memory_beside_packed_copies(folder, monkeypatch):
+    llama(context=256).to(torch.bfloat16).save_pretrained(folder)
+    model = open_model(str(folder))
+    lm = LanguageModel(model, max_slots=2)
+    slot, token = lm.open(), torch.tensor([1])
+    lm.extend([Segment(slot=slot, tokens=token)])
+    assert resident(model.lm_head.weight) > 0
+    monkeypatch.setattr(packing, "AT_ONCE", 1)
+    lm.run_by("packed")
+    assert resident(model.lm_head.weight) == 0
+    for count in range(RARE):
+        # A forward reads a row of the embedding.
+        lm.commit({slot: []})
+        lm.extend([Segment(slot=slot, tokens=token)])
+        assert (resident(model.lm_head.weight) == 0) == (count == RARE - 1)
 
 
 @pytest.mark.parametrize("crowded", [False, True])

@@ -1,5 +1,6 @@
 """Which compiled libraries stay on disk, and which of those that lie there are opened."""
 
+import ast
 import importlib
 import os
 import resource
@@ -266,6 +267,39 @@ def test_a_changed_dependency_of_any_depth_gives_another_key(tmp_path, monkeypat
     assert Layer(layer=twice).folder == found[-1]
     for name in [name for name in sys.modules if name.startswith("twofold_layers")]:
         del sys.modules[name]
+
+
+def test_imports_within_any_statement_are_found():
+    source = """
+import a
+if a:
+    import b
+elif (lambda: 3)():
+    import c
+else:
+    for _ in a:
+        import d
+    else:
+        from e import f
+class G:
+    async def h(self):
+        with self:
+            try:
+                import i
+            except ImportError:
+                import j
+            else:
+                while 1:
+                    import k
+            finally:
+                match self:
+                    case 1:
+                        import l
+"""
+    tree, imports = ast.parse(source), (ast.Import, ast.ImportFrom)
+    everywhere = {node.lineno for node in ast.walk(tree) if isinstance(node, imports)}
+    assert len(everywhere) == source.count("import ") == 9
+    assert {node.lineno for node in libraries._statements(tree) if isinstance(node, imports)} == everywhere
 
 
 def test_the_key_of_a_model_covers_every_file_that_is_traced():

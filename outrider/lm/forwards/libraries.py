@@ -365,7 +365,7 @@ def _imports(module: str, file: Path) -> frozenset[str]:
     """What a module imports from its own package, anywhere in its source."""
     package = module.split(".")[0 : None if file.name == "__init__.py" else -1]
     found = set()
-    for node in ast.walk(ast.parse(file.read_bytes())):
+    for node in _statements(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -376,6 +376,16 @@ def _imports(module: str, file: Path) -> frozenset[str]:
             modules = {name for name in inner if _within(name, module) and _file(name) is not None}
             found |= modules if modules == inner else {*modules, base}
     return frozenset(name for name in found if _within(name, module))
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements within a node of a syntax tree, at any depth. Expressions, most of the tree, are passed over."""
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        # The body of a lambda is an expression, no list.
+        if isinstance(children := getattr(node, field, None), list):
+            for child in children:
+                yield child
+                yield from _statements(child)
 
 
 def _within(name: str, module: str) -> bool:

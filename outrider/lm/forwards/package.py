@@ -57,7 +57,7 @@ class Package(Library):
 
     @property
     def name(self) -> str:
-        return Anatomy.of(self.model).name
+        return Anatomy.of(self.model.config).name
 
     @property
     def num_layers(self) -> int:
@@ -87,7 +87,7 @@ class Package(Library):
         """Whether the forward computes for nodes alone what is not attention: it can where attention is a function that
         the model looks up, and has the mask that it is given.
         """
-        looked_up = Anatomy.of(self.model).attention == "sdpa" and self.model._supports_attention_backend
+        looked_up = Anatomy.of(self.model.config).attention == "sdpa" and self.model._supports_attention_backend
         return looked_up and self.model.config.model_type not in OWN_MASKS
 
     @property
@@ -140,6 +140,7 @@ class PackagedForward:
     Attributes:
         num_forwards: Forwards made so far.
         unpadded: Whether forwards without padding are computed.
+        folder: Where the library without taps lies.
 
     Args:
         package: The model's package without taps. Its weights must not change afterwards.
@@ -148,6 +149,7 @@ class PackagedForward:
     def __init__(self, package: Package) -> None:
         self.num_forwards = 0
         self._package, self.unpadded = package, package.unpadded
+        self.folder = package.folder
         self._numbers = torch.arange(64)
         self._runners: dict[tuple[int, ...], Runner | None] = {}
 
@@ -186,14 +188,13 @@ class PackagedForward:
         """Whether there is a library of these taps, which is then open. The log says once that there is none."""
         wanted = tuple(dict.fromkeys(taps))
         if wanted not in self._runners:
-            package = replace(self._package, taps=wanted)
-            self._runners[wanted] = package.opened()
+            self._runners[wanted] = self._returning(wanted).opened()
             if self._runners[wanted] is None:
                 states = f" and outputs hidden states {', '.join(map(str, wanted))}" if wanted else ""
                 log.warning(
                     "no library computes the forward of %s%s, so it runs without one; `outrider prepare` with this "
                     "target and drafter compiles it, once",
-                    package.name,
+                    self._package.name,
                     states,
                 )
         return self._runners[wanted] is not None
@@ -201,7 +202,11 @@ class PackagedForward:
     def prepare(self, taps: Sequence[int] = ()) -> None:
         """Make what is missing, and open it."""
         wanted = tuple(dict.fromkeys(taps))
-        self._runners[wanted] = replace(self._package, taps=wanted).open()
+        self._runners[wanted] = self._returning(wanted).open()
+
+    def _returning(self, taps: tuple[int, ...]) -> Package:
+        """The package that returns these taps. Without taps it is the given one, whose key is known."""
+        return replace(self._package, taps=taps) if taps else self._package
 
 
 class _Traced(nn.Module):

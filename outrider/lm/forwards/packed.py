@@ -12,10 +12,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.host.mapped import release_pages
 from outrider.lm.forwards.forward import Forward
 from outrider.lm.forwards.twin import Module, twin
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.slots.cache import free_bytes
+
+AT_ONCE = 1 << 27
+"""Bytes of weights that are copied before their pages are given back."""
 
 
 class PackedLinear(nn.Module):
@@ -57,17 +61,22 @@ def keeps_bits(device: torch.device, dtype: torch.dtype) -> bool:
 def packed(model: Module) -> Module:
     """A twin that shares the weights, except that plain linear layers have packed copies of theirs.
 
-    It says the same bits in less time. Layers that are not `plain` (quantised ones, adapters) and weights for which
-    packing does not keep the bits here are shared as they are. What is done to the model's linear layers later does
-    not reach the twin.
+    It says the same bits in less time. Weights that are mapped from files leave memory while they are copied. Layers
+    that are not `plain` (quantised ones, adapters) and weights for which packing does not keep the bits here are shared
+    as they are. What is done to the model's linear layers later does not reach the twin.
     """
     made = twin(model)
     packs: dict[int, PackedLinear] = {}
+    copied = 0
     for parent in list(made.modules()):
         for name, child in list(parent.named_children()):
             if plain(child) and keeps_bits(child.weight.device, child.weight.dtype):
                 if id(child) not in packs:
                     packs[id(child)] = PackedLinear(child)
+                    copied += child.weight.nbytes
+                    if copied >= AT_ONCE:
+                        release_pages(model.parameters())
+                        copied = 0
                 setattr(parent, name, packs[id(child)])
     return made
 
