@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,7 +39,7 @@ def release_pages(tensors: Iterable[Tensor], process: Path = Path("/proc/self"))
 
 def release_heap() -> None:
     """Give back the memory that was freed and that the C library's allocator kept. Does nothing without GNU's."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
 

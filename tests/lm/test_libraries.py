@@ -165,6 +165,14 @@ def test_a_library_made_under_any_umask_is_opened_again(kept):
 
 
 @needs_compiler
+def test_a_library_that_is_opened_may_use_matrix_units(kept, monkeypatch):
+    asked, ask = list[bool](), torch.cpu._init_amx
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(ask()))
+    assert layer().opened() is not None
+    assert asked == [ask()]
+
+
+@needs_compiler
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_library_is_never_opened_and_that_is_said(kept, damage, caplog):
     DAMAGES[damage](kept)

@@ -12,7 +12,8 @@ The library has no constants of its own. It is given tensors whose memory is map
 
 Relied on in torch (read and run in 2.13): `AOTInductorModelContainer...` of `aoti_runtime/interface.h`,
 `aoti_torch_create_tensor_from_blob_v2` and other functions of `aoti_torch/c/shim.h`, which the library is linked with,
-and `unsafe_alloc_void_ptrs_from_tensors` and `alloc_tensors_by_stealing_from_void_ptrs` of `torch._C._aoti`.
+and `unsafe_alloc_void_ptrs_from_tensors` and `alloc_tensors_by_stealing_from_void_ptrs` of `torch._C._aoti`;
+`torch.cpu._init_amx`, which does nothing where there are no such units.
 """
 
 import ctypes
@@ -45,6 +46,8 @@ class Runner:
     """
 
     def __init__(self, library: Path, constants: MappedConstants) -> None:
+        # Linux lets a process use matrix units (AMX) after it has asked for them, and kills it before.
+        torch.cpu._init_amx()
         try:
             self._library = ctypes.CDLL(str(library))
             self._run = self._library.AOTInductorModelContainerRun
