@@ -8,14 +8,14 @@ computed too.
 
 from collections.abc import Sequence
 
-from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import IntervalEstimate, gain
-from outrider.bench.figures import Figures
-from outrider.bench.judging import Inquiry
+from outrider.bench.evidence import IntervalEstimate
 from outrider.bench.plot import Curve, Panel
-from outrider.bench.report import Findings, Table
-from outrider.bench.trial import Method, Setting
+from outrider.bench.report import Claim, Findings, Table
 from recipes import options
+from recipes.inquiry.figures import Figures
+from recipes.inquiry.judging import Inquiry
+from recipes.inquiry.papers import Paper, gain
+from recipes.inquiry.trial import Method, Setting
 
 PAPER = Paper(name="Sun et al. 2024, block verification", url="https://arxiv.org/abs/2403.10444")
 PUBLISHED = {4: 3.46, 6: 6.19, 8: 8.30}

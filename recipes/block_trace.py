@@ -15,18 +15,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float
 
-from outrider.bench.evidence import IntervalEstimate, Row, Sums, gain
+from outrider.bench.evidence import IntervalEstimate, Row, Sums
 from outrider.bench.folder import folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.runs import PromptBatch, on_engine
-from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.turns import Turn, turns
 from outrider.decoding.protocol import Cycle
 from outrider.theory.estimators import expected_accepted
 from outrider.verifiers.protocol import chains
 from recipes import options
 from recipes.block_gain import LENGTHS
+from recipes.inquiry.papers import gain
+from recipes.inquiry.trial import Bench, Method, Setting
 
 LONGEST = max(LENGTHS)
 RULES = ("token", "block", "bound")

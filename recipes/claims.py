@@ -127,13 +127,13 @@ nothing is drafted and no coin is thrown (`outrider.theory.coverage`; a test sho
 runs). So they do for RSD-C, SpecInfer and SpecTr, which judge each node by that node alone
 (`outrider.plan.tree_coverage`); where a run is older than this, they were run. For other trees and for stopping rules
 steps are counted in runs, and held against what a chain would take for the same
-texts, so that texts which happen to be easy cancel (`outrider.bench.figures`). Prompts are resampled within their
+texts, so that texts which happen to be easy cancel (`recipes.inquiry.figures`). Prompts are resampled within their
 categories, the same for all methods. Methods are run with further seeds until an interval twice as wide would decide
 every claim about them, or until the seeds are used up.
 
 **Tokens per second** are tokens per step over seconds per step. Prefill, which is the same for all, is
 left out. The seconds are those of timed runs, in which all methods took turns on a prompt: medians over prompts, each
-run divided by how much slower than usual all methods were on its prompt (`outrider.bench.step_seconds`). They were
+run divided by how much slower than usual all methods were on its prompt (`recipes.inquiry.step_seconds`). They were
 timed once, at the commits that stand at the end of this page.
 
 The page is written by `python -m recipes claims`.

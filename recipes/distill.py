@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from outrider.bench.claims import Paper
 from outrider.bench.evidence import Sums
 from outrider.learning.batch import Document
 from outrider.learning.divergences import divergence
@@ -21,6 +20,7 @@ from outrider.training.data.shards import Captured
 from outrider.training.distill import Distilled
 from outrider.training.on_policy import Sampler
 from recipes import options, trained
+from recipes.inquiry.papers import Paper
 from recipes.trained import SHAPE, Budget, Contrast, Texts, Way, findings, kept_states, made
 
 PAPER = Paper(name="Zhou et al. 2023, DistillSpec", url="https://arxiv.org/abs/2310.08461")

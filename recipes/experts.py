@@ -16,7 +16,6 @@ import torch
 import typer
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from outrider.bench.claims import Paper
 from outrider.bench.evidence import Sums
 from outrider.bench.report import Table
 from outrider.learning.divergences import divergence
@@ -24,6 +23,7 @@ from outrider.lm.hf.open import open_model
 from outrider.surgery.experts import METHODS, prune_experts
 from outrider.training.distill import Distilled
 from recipes import options, trained
+from recipes.inquiry.papers import Paper
 from recipes.trained import Budget, Contrast, Texts, Way, findings, kept_states, made
 
 UNCURL = Paper(name="Muzio et al. 2024, UNCURL", url="https://arxiv.org/abs/2409.01483")

@@ -24,7 +24,6 @@ from transformers.utils import logging
 import outrider
 from outrider import catalog
 from outrider.assembly import why_not
-from outrider.bench.bare import random_llama, seconds
 from outrider.bench.evidence import Row
 from outrider.bench.runs import PARTS
 from outrider.bench.workload import PROMPTS, read_prompts
@@ -45,6 +44,7 @@ from outrider.training.loop.steps import Progress, train
 from outrider.training.loop.watch import Evaluation, hold_out
 from outrider.trees.protocol import Tree
 from outrider.verifiers.protocol import Verifier
+from recipes.bare import random_llama, seconds
 
 GREEDY = Sampling(temperature=0.0, seed=0)
 LENGTH = "fixed:4"

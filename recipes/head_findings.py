@@ -8,12 +8,12 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
-from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import IntervalEstimate, Row, Sums, gain
+from outrider.bench.evidence import IntervalEstimate, Row, Sums
 from outrider.bench.plot import Curve, Panel
-from outrider.bench.report import Findings, Table
+from outrider.bench.report import Claim, Findings, Table
 from recipes.head_plan import CHAIN, DYNAMIC, LATTICE, set_of
 from recipes.head_runs import PLAIN, best_other, common, drafts_of, folded, told
+from recipes.inquiry.papers import Paper, gain
 from recipes.trained import DEPTH, TEMPERATURES, Contrast, efficiency, of
 
 EAGLE3 = Paper(name="Li et al. 2025, EAGLE-3", url="https://arxiv.org/abs/2503.01840")

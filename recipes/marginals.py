@@ -9,14 +9,14 @@ like the chain, and off the likeliest chain its rows belong to another context. 
 
 from collections.abc import Sequence
 
-from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import IntervalEstimate, gain
-from outrider.bench.figures import Figure, Figures, Samples
-from outrider.bench.judging import Inquiry
+from outrider.bench.evidence import IntervalEstimate
 from outrider.bench.plot import Curve, Panel
-from outrider.bench.report import Findings, Table
-from outrider.bench.trial import Method, Setting
+from outrider.bench.report import Claim, Findings, Table
 from recipes import options
+from recipes.inquiry.figures import Figure, Figures, Samples
+from recipes.inquiry.judging import Inquiry
+from recipes.inquiry.papers import Paper, gain
+from recipes.inquiry.trial import Method, Setting
 
 PAPER = Paper(name="Ringel and Romano 2026, DDTree", url="https://arxiv.org/abs/2604.12989")
 PUBLISHED = {0.0: (7.79, 10.73), 1.0: (6.46, 9.54)}

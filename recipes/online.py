@@ -24,11 +24,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 import outrider
-from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import IntervalEstimate, Row, Sums, gain
+from outrider.bench.evidence import IntervalEstimate, Row, Sums
 from outrider.bench.folder import folder
 from outrider.bench.plot import Curve, Panel
-from outrider.bench.report import Findings, Table
+from outrider.bench.report import Claim, Findings, Table
 from outrider.core.progress import task
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
@@ -40,6 +39,7 @@ from outrider.training.online.learning import Learning
 from outrider.training.online.pupil import OnlineSettings
 from outrider.training.online.weights import model_of
 from recipes import options
+from recipes.inquiry.papers import Paper, gain
 from recipes.trained import PROMPT, TEMPERATURES, Seed, covered, draft_of_text, over_seeds, short_run
 
 PAPER = Paper(name="Liu et al. 2023, OSD", url="https://arxiv.org/abs/2310.07177")

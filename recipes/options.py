@@ -9,8 +9,8 @@ from typing import Annotated, Any, get_origin
 
 import typer
 
-from outrider.bench.trial import Setting
 from outrider.core.types import InputError
+from recipes.inquiry.trial import Setting
 
 Target = Annotated[str | None, typer.Option(help="Directory or hub id of the target; by default the embedded one.")]
 Draft = Annotated[Path, typer.Option(help="Directory of the draft model.")]

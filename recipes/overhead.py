@@ -28,8 +28,7 @@ import typer
 from transformers import PreTrainedModel
 
 import outrider
-from outrider.bench.bare import bare, seconds
-from outrider.bench.evidence import IntervalEstimate, Row, quartiles, spread
+from outrider.bench.evidence import IntervalEstimate, Row
 from outrider.bench.folder import folder
 from outrider.bench.plot import Bars
 from outrider.bench.report import Findings, Table
@@ -43,6 +42,8 @@ from outrider.lm.forwards.forward import as_forward
 from outrider.lm.hf.open import DTYPES, open_model, open_tokenizer
 from outrider.lm.slots.budget import PREFILL_CHUNK
 from recipes import options
+from recipes.bare import bare, seconds
+from recipes.quartiles import quartiles, spread
 from recipes.stand_in import PARAMETERS, num_parameters, stand_in
 
 GAMMA = 5

@@ -18,13 +18,13 @@ import numpy as np
 import typer
 from jaxtyping import Float
 
-from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import IntervalEstimate, Sums, gain
+from outrider.bench.evidence import IntervalEstimate, Sums
 from outrider.bench.folder import folder
 from outrider.bench.plot import Curve, Panel
-from outrider.bench.report import Findings, Table
-from outrider.bench.trial import Bench, Method, Setting
+from outrider.bench.report import Claim, Findings, Table
 from recipes import options
+from recipes.inquiry.papers import Paper, gain
+from recipes.inquiry.trial import Bench, Method, Setting
 
 PAPER = Paper(name="Liu et al. 2024, PEARL", url="https://arxiv.org/abs/2408.11850")
 LENGTHS = (2, 3, 4, 6, 8)

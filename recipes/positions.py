@@ -17,7 +17,6 @@ from jaxtyping import Float
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import outrider
-from outrider.bench.claims import Paper
 from outrider.bench.evidence import IntervalEstimate, Row, Sums
 from outrider.bench.report import Findings, Table
 from outrider.core.types import InputError, Sampling
@@ -31,6 +30,7 @@ from outrider.training.data.regenerate import AnswerOptions, regenerate
 from outrider.training.distill import Distilled
 from outrider.training.positions import acceptance_by_position, positions_of
 from recipes import options, trained
+from recipes.inquiry.papers import Paper
 from recipes.trained import (
     SHAPE,
     SLOTS,

@@ -29,15 +29,16 @@ from typing import Annotated, Any
 import typer
 
 import outrider
-from outrider.bench.evidence import Row, quartiles, spread
+from outrider.bench.evidence import Row
 from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
-from outrider.bench.trial import Setting
 from outrider.bench.turns import Turn, turns
 from outrider.core.inputs import InputError
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from recipes import options
+from recipes.inquiry.trial import Setting
+from recipes.quartiles import quartiles, spread
 from recipes.serve_clients import Answer, completed
 from recipes.serve_load import Level, Way, rate_row, requests_of
 from recipes.serve_process import VLLM_MODES, served, vllm_served

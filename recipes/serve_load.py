@@ -42,10 +42,10 @@ from outrider.bench.evidence import IntervalEstimate, Row
 from outrider.bench.folder import folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
-from outrider.bench.trial import Setting
 from outrider.bench.turns import Turn, turns
 from outrider.core.inputs import InputError
 from recipes import options
+from recipes.inquiry.trial import Setting
 from recipes.serve_clients import Answer, Tally, bad_client, complete, good_client
 from recipes.serve_process import Served, served
 

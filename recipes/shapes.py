@@ -20,7 +20,6 @@ from jaxtyping import Float
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import outrider
-from outrider.bench.claims import Paper
 from outrider.bench.evidence import IntervalEstimate, Row, Sums
 from outrider.bench.folder import Folder
 from outrider.bench.report import Findings, Table
@@ -38,6 +37,7 @@ from outrider.surgery.family import Sized, same_size
 from outrider.surgery.shape import config_of
 from outrider.training.distill import Distilled
 from recipes import options, trained
+from recipes.inquiry.papers import Paper
 from recipes.trained import (
     DEPTH,
     TEMPERATURES,

@@ -15,19 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import IntervalEstimate, Row, gain
-from outrider.bench.figures import Figures
+from outrider.bench.evidence import IntervalEstimate, Row
 from outrider.bench.folder import folder
-from outrider.bench.judging import about, count_until_clear, nothing_whole, seconds_table
 from outrider.bench.plot import Curve, Panel
-from outrider.bench.report import Findings, Table
+from outrider.bench.report import Claim, Findings, Table
 from outrider.bench.runs import PromptBatch
-from outrider.bench.step_seconds import StepSeconds
-from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.workload import Question
 from outrider.core.types import InputError
 from recipes import options
+from recipes.inquiry.figures import Figures
+from recipes.inquiry.judging import about, count_until_clear, nothing_whole, seconds_table
+from recipes.inquiry.papers import Paper, gain
+from recipes.inquiry.step_seconds import StepSeconds
+from recipes.inquiry.trial import Bench, Method, Setting
 
 PAPER = Paper(name="Wu et al. 2025, TETRIS", url="https://arxiv.org/abs/2502.15197")
 BATCHES = (4, 8, 16)

@@ -25,7 +25,6 @@ from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.runs import Conditions, Contender, PromptBatch, as_row, on_engine, on_transformers
 from outrider.bench.speedup import rate, speedup
-from outrider.bench.trial import Setting
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS, Question, questions
 from outrider.core.types import InputError
@@ -35,6 +34,7 @@ from outrider.lm.forwards.packed import uncompiled
 from outrider.lm.hf.open import DTYPES, open_model, open_tokenizer
 from outrider.proof.gate import gate
 from recipes import options
+from recipes.inquiry.trial import Setting
 from recipes.stand_in import PARAMETERS, num_parameters, stand_in
 
 LENGTHS = tuple(range(2, 9))

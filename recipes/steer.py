@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from outrider.bench.claims import Paper
 from outrider.bench.evidence import Sums
 from outrider.drafters.steering import usual_taps
 from outrider.learning.divergences import divergence
@@ -21,6 +20,7 @@ from outrider.training.data.shards import Contents
 from outrider.training.distill import Distilled
 from outrider.training.steer import steered_learner
 from recipes import options, trained
+from recipes.inquiry.papers import Paper
 from recipes.trained import DEPTH, SHAPE, Budget, Contrast, Texts, Way, findings, made
 
 PAPER = Paper(name="Berdoz et al. 2025, SD2", url="https://arxiv.org/abs/2511.09844")

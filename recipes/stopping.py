@@ -8,14 +8,14 @@ static length for one half of the prompts is chosen on the other half.
 
 from collections.abc import Sequence
 
-from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import IntervalEstimate, gain
-from outrider.bench.figures import Figure, Figures
-from outrider.bench.judging import Inquiry
+from outrider.bench.evidence import IntervalEstimate
 from outrider.bench.plot import Curve, Panel
-from outrider.bench.report import Findings, Table
-from outrider.bench.trial import Method, Setting
+from outrider.bench.report import Claim, Findings, Table
 from recipes import options
+from recipes.inquiry.figures import Figure, Figures
+from recipes.inquiry.judging import Inquiry
+from recipes.inquiry.papers import Paper, gain
+from recipes.inquiry.trial import Method, Setting
 
 ADAEDL = Paper(name="Agrawal et al. 2024, AdaEDL", url="https://arxiv.org/abs/2410.18351")
 SVIP = Paper(name="Zhang et al. 2024, SVIP", url="https://arxiv.org/abs/2411.18462")

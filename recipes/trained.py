@@ -17,10 +17,9 @@ from jaxtyping import Float
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import outrider
-from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import IntervalEstimate, Row, Sums, gain
+from outrider.bench.evidence import IntervalEstimate, Row, Sums
 from outrider.bench.folder import Folder, folder
-from outrider.bench.report import Findings, Table
+from outrider.bench.report import Claim, Findings, Table
 from outrider.bench.turns import W, turns
 from outrider.core.progress import task
 from outrider.core.types import InputError, Sampling
@@ -39,6 +38,7 @@ from outrider.training.distill import Distilled
 from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import Progress, train
 from recipes import options
+from recipes.inquiry.papers import Paper, gain
 
 SLOTS = 32
 """Answers that the target writes at once."""

@@ -23,8 +23,7 @@ import typer
 from jaxtyping import Int
 from transformers import PreTrainedModel
 
-from outrider.bench.bare import Bare, random_llama, seconds
-from outrider.bench.evidence import IntervalEstimate, Row, quartiles, spread
+from outrider.bench.evidence import IntervalEstimate, Row
 from outrider.bench.folder import Folder, folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
@@ -34,6 +33,8 @@ from outrider.lm.hf.open import open_model
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from recipes import options
+from recipes.bare import Bare, random_llama, seconds
+from recipes.quartiles import quartiles, spread
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 CONTEXTS = (128, 900)

@@ -23,8 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.bench.bare import Bare, random_llama
-from outrider.bench.evidence import IntervalEstimate, Row, quartiles, spread
+from outrider.bench.evidence import IntervalEstimate, Row
 from outrider.bench.folder import Folder, folder
 from outrider.bench.plot import Bars
 from outrider.bench.report import Findings, Table
@@ -39,6 +38,8 @@ from outrider.trees.grow import grow
 from outrider.trees.protocol import Tree
 from outrider.verifiers.protocol import Verifier
 from recipes import options
+from recipes.bare import Bare, random_llama
+from recipes.quartiles import quartiles, spread
 
 Kind = Literal["random", "peaked"]
 

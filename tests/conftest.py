@@ -13,7 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # For the processes that tests start.
 
 from tests import shapes
 
-shapes.check("outrider")
+shapes.check("outrider", "recipes.inquiry")
 
 import pytest  # noqa: E402 (the hook must come first)
 import torch  # noqa: E402

@@ -261,8 +261,8 @@ class _Finder(MetaPathFinder):
         return spec
 
 
-def check(package: str) -> None:
-    """Check a package, all modules of which are imported later."""
+def check(*packages: str) -> None:
+    """Check packages, all modules of which are imported later."""
     _remember_shapes()
     _remember_protocols()
-    sys.meta_path.insert(0, _Finder(package))
+    sys.meta_path[:0] = map(_Finder, packages)

@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from jaxtyping import Float, Int
 from outrider.core.types import InputError
 
 RESAMPLES = 2000
+FEWEST = 8
+"""With fewer prompts to resample than this, an interval says too little to judge by."""
 
 Row = dict[str, Any]
 """One run, as a line of `rows.jsonl` has it."""
@@ -36,18 +38,6 @@ class IntervalEstimate:
         return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
-    return {"median": float(middle), "low": float(low), "high": float(high)}
-
-
-def quartiles(found: Mapping[str, float], form: str = ".2f", scale: float = 1.0) -> str:
-    """A spread as tables have it, times `scale`."""
-    low, middle, high = (found[name] * scale for name in ("low", "median", "high"))
-    return f"{middle:{form}} [{low:{form}}, {high:{form}}]"
-
-
 class Sums:
     """Sums over all runs of each method, as they are and as they would be on resampled prompts and seeds.
 
@@ -62,8 +52,8 @@ class Sums:
 
     Example:
         >>> rows = [{"method": "a", "prompt": p, "seed": 0, "tokens": 6, "steps": 2} for p in ("x", "y")]
-        >>> Estimate.of(Sums(rows).ratio("a", "tokens", "steps"))
-        Estimate(value=3.0, low=3.0, high=3.0)
+        >>> IntervalEstimate.of(Sums(rows).ratio("a", "tokens", "steps"))
+        IntervalEstimate(value=3.0, low=3.0, high=3.0)
 
     References:
         Rao and Wu 1988, resampling inference with complex survey data. https://doi.org/10.1080/01621459.1988.10478591
@@ -157,8 +147,3 @@ def _crossed(
     prompts = _weights(strata, 1, resamples, seed)
     drafters = _weights(np.zeros(seeds, dtype=int), 1, resamples, seed + 1)
     return (prompts[:, :, None] * drafters[:, None, :]).reshape(resamples + 1, -1)
-
-
-def gain(ours: Float[np.ndarray, " samples"], theirs: Float[np.ndarray, " samples"]) -> IntervalEstimate:
-    """By how many percent the first is above the second."""
-    return IntervalEstimate.of(100 * (ours / theirs - 1))

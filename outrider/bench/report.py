@@ -7,7 +7,6 @@ from typing import Any
 from jinja2 import Environment
 
 from outrider.bench.circumstances import sentence
-from outrider.bench.claims import Claim
 from outrider.bench.plot import Bars, Dots, Figure, Panel, Stacks, draw
 
 VERDICTS = {True: "holds", False: "does not hold", None: "undecided"}
@@ -104,6 +103,38 @@ PAGE = """<!doctype html>
 <details><summary>all of them</summary><pre>{{ circumstances }}</pre></details>
 </html>
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A published sentence, and what we found.
+
+    Attributes:
+        claim: A sentence that is true or false of a pair; without figures of ours, so that it names the claim.
+        paper_value: The paper's figure, in the unit, or its words.
+        interval: Our 95 % interval.
+        holds: True if the whole interval is on the sentence's side, False if it is on the other, None if neither.
+        note: How ours was taken, where that is not plain.
+        hours: Where it is undecided, how much longer this machine would have to measure before the interval would
+            leave the bound out, if the figure stayed what it is; None where that is not known.
+        rests_on: Names of the methods that are compared.
+        clear: Whether an interval twice as wide would leave the bound out too.
+        num_prompts: How many prompts ours is taken from.
+    """
+
+    claim: str
+    paper: str
+    url: str
+    paper_value: float | str | None
+    our_value: float
+    interval: tuple[float, float]
+    unit: str
+    holds: bool | None
+    note: str = ""
+    hours: float | None = None
+    rests_on: tuple[str, ...] = ()
+    clear: bool = False
+    num_prompts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

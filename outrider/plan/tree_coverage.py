@@ -8,19 +8,15 @@ rows at that place tell, whatever else is in the tree. Nothing is drafted and no
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Float
 
-from outrider.core.types import InputError
-from outrider.theory.coverage import Coverage, expected
 from outrider.verifiers.kseq import discount
 
 Row = Float[np.ndarray, " vocab"]
-Rows = Float[np.ndarray, "places vocab"]
 Chances = Float[np.ndarray, "..."]
 POINTS = 16
 """First draws that were refused over which the mean is taken, where there are more."""
@@ -277,49 +273,3 @@ def _accepted_draws(p: Row, q: Row, token: int, m: int, rule: str) -> tuple[list
         left, reached = residual / mass, reached * mass
     # A token that was refused is never accepted later: nothing of the target is left at it.
     return found, 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordedText:
-    """A text that the target said, with both models' rows before each of its tokens.
-
-    Attributes:
-        p: Target rows.
-        q: Draft rows.
-        starts: A uniform draw for each place.
-        ended: Whether the last token ended the text.
-    """
-
-    tokens: tuple[int, ...]
-    p: Rows
-    q: Rows
-    starts: Float[np.ndarray, " places"]
-    ended: bool = False
-
-    @property
-    def log_ratios(self) -> Float[np.ndarray, " places"]:
-        r"""$\log p(y) / q(y)$ of each token; inf where the draft model rules it out."""
-        at = np.arange(len(self.tokens)), np.array(self.tokens)
-        with np.errstate(divide="ignore"):
-            return np.log(self.p[at]) - np.log(self.q[at])
-
-    @cached_property
-    def _known(self) -> dict[object, list[Chances]]:
-        return {}
-
-    def covered(self, tree: DraftedTree, before: int) -> Coverage:
-        """Expected steps that begin at one of the first `before` places, and the tokens that these emit.
-
-        Raises:
-            InputError: A step could begin so late that the text does not show what it emits.
-        """
-        length = len(self.tokens)
-        if not self.ended and before + tree.depth > length:
-            raise InputError(
-                f"a text of {length} tokens does not show steps of {tree.depth} that begin before {before}"
-            )
-        if tree.kind not in self._known:
-            places = zip(self.p, self.q, self.tokens, self.starts, strict=True)
-            self._known[tree.kind] = [tree.chances(p, q, token, start) for p, q, token, start in places]
-        places_ = self._known[tree.kind]
-        return expected([tree.survival(places_[i : i + tree.depth]) for i in range(min(before, length))], length)

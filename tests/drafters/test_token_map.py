@@ -11,7 +11,6 @@ import torch
 
 import outrider
 from outrider import InputError, Sampling, catalog
-from outrider.bench.texts import log_ratios, logits_along, rows_at
 from outrider.core.types import ShortList
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.token_map import read_token_map
@@ -22,6 +21,7 @@ from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.target_info import TargetInfo
 from outrider.lm.translated import Translated
 from outrider.proof.enumerate import law
+from recipes.inquiry.texts import log_ratios, logits_along, rows_at
 from tests.engine.test_vocabularies import saved, tiny, width
 from tests.proof import tiny_runs as real
 from tests.world import heads, models

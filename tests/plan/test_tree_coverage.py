@@ -12,13 +12,14 @@ from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import Row, TabularLM, random_rows
-from outrider.plan.tree_coverage import Branches, DraftedTree, RecordedText, SharedPaths, accepted_of_distinct
+from outrider.plan.tree_coverage import Branches, DraftedTree, SharedPaths, accepted_of_distinct
 from outrider.proof.enumerate import law
 from outrider.theory.acceptance import recursive_without_replacement
 from outrider.trees.gumbel import GumbelTree
 from outrider.trees.iid import IidTree
 from outrider.verifiers.kseq import KseqVerifier
 from outrider.verifiers.recursive import RecursiveVerifier
+from recipes.inquiry.texts import RecordedText
 
 BEFORE = 2
 

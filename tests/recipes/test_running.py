@@ -8,10 +8,10 @@ import sys
 import pytest
 import typer
 
-from outrider.bench.trial import Setting
 from outrider.core.types import InputError
 from recipes import options
 from recipes.__main__ import command, main, recipes, with_quick
+from recipes.inquiry.trial import Setting
 
 NAMES = list(recipes())
 MAKERS = ("stand_in", "embedded_pair", "moe_target", "answers")

@@ -9,10 +9,10 @@ import torch
 import outrider
 from outrider import InputError, Sampling, catalog
 from outrider.bench.costs import Costs
-from outrider.bench.trial import Setting
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.lm.hf.open import open_model
 from recipes import overhead, stand_in, stand_in_speed
+from recipes.inquiry.trial import Setting
 
 TEXT = "Once upon a time, there was a little fox who lived near a quiet river. One day, the fox found a red kite."
 

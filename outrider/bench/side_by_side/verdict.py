@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from outrider.bench.claims import FEWEST
-from outrider.bench.evidence import IntervalEstimate, Row
+from outrider.bench.evidence import FEWEST, IntervalEstimate, Row
 from outrider.bench.side_by_side.served import Served
 from outrider.bench.side_by_side.session import Measurement
 from outrider.bench.speedup import rate, speedup

@@ -11,7 +11,6 @@ from typing import Any
 
 from outrider import catalog
 from outrider.assembly import assemble
-from outrider.bench.counts import FixedChain, listen, rows_of, rows_told
 from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder
 from outrider.bench.runs import Conditions, PromptBatch, as_row, drafted_per_position, on_engine
@@ -25,11 +24,13 @@ from outrider.engine.engine import Engine
 from outrider.host.threads import use_threads
 from outrider.lengths.fixed import FixedLength
 from outrider.load import load
-from outrider.plan.tree_coverage import Branches, DraftedTree, RecordedText, SharedPaths
+from outrider.plan.tree_coverage import Branches, DraftedTree, SharedPaths
 from outrider.setup import Setup
 from outrider.theory.coverage import Rule
 from outrider.trees.gumbel import GumbelTree
 from outrider.trees.iid import IidTree
+from recipes.inquiry.counts import FixedChain, listen, rows_of, rows_told
+from recipes.inquiry.texts import RecordedText
 
 
 @dataclass(frozen=True, kw_only=True)

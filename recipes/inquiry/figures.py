@@ -7,8 +7,8 @@ import numpy as np
 from jaxtyping import Float
 
 from outrider.bench.evidence import Row, Sums
-from outrider.bench.step_seconds import StepSeconds
-from outrider.bench.trial import Method
+from recipes.inquiry.step_seconds import StepSeconds
+from recipes.inquiry.trial import Method
 
 Samples = Float[np.ndarray, " samples"]
 Figure = Callable[[str], Samples]

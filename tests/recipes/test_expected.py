@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider import catalog
-from outrider.bench.expected import acceptance, expected_accepted, expected_tokens
 from outrider.core.dice import Dice
 from outrider.core.types import Draft, Request, Running, Sampling, Verdict
 from outrider.decoding.protocol import Parts
@@ -21,6 +20,7 @@ from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import EnumeratingDice, World, law
 from outrider.verifiers.protocol import Verifier
+from recipes.inquiry.expected import acceptance, expected_accepted, expected_tokens
 from tests.verifiers.test_twins import VOCAB, drafted
 
 PAIRS = [

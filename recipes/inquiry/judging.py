@@ -5,15 +5,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.claims import Claim
 from outrider.bench.evidence import IntervalEstimate, Row
-from outrider.bench.figures import Figures
 from outrider.bench.folder import Folder, folder
-from outrider.bench.report import Findings, Table
+from outrider.bench.report import Claim, Findings, Table
 from outrider.bench.runs import PromptBatch
-from outrider.bench.step_seconds import StepSeconds
-from outrider.bench.trial import Bench, Method, Setting
 from outrider.core.types import InputError
+from recipes.inquiry.figures import Figures
+from recipes.inquiry.step_seconds import StepSeconds
+from recipes.inquiry.trial import Bench, Method, Setting
 
 SLOTS = 8
 """Requests at once while steps are counted; a request's draws do not depend on the others."""

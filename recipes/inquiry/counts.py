@@ -8,14 +8,14 @@ import numpy as np
 from jaxtyping import Float
 
 from outrider.bench.evidence import Row
-from outrider.bench.expected import acceptance, expected_accepted
 from outrider.bench.runs import Conditions, PromptBatch, on_engine
-from outrider.bench.texts import log_ratios, logits_along, rows_at
 from outrider.core.types import Step
 from outrider.decoding.protocol import Cycle
 from outrider.engine.engine import Engine
-from outrider.plan.tree_coverage import DraftedTree, RecordedText
+from outrider.plan.tree_coverage import DraftedTree
 from outrider.theory.coverage import Rule, coverage
+from recipes.inquiry.expected import acceptance, expected_accepted
+from recipes.inquiry.texts import RecordedText, log_ratios, logits_along, rows_at
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,44 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.bench.evidence import IntervalEstimate
+import numpy as np
+from jaxtyping import Float
 
-FEWEST = 8
-"""With fewer prompts to resample than this, an interval says too little to judge a claim by."""
+from outrider.bench.evidence import FEWEST, IntervalEstimate
+from outrider.bench.report import Claim
+
 FOREVER = 1e6
 """Hours that stand for all longer times."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """A published sentence, and what we found.
-
-    Attributes:
-        claim: A sentence that is true or false of a pair; without figures of ours, so that it names the claim.
-        paper_value: The paper's figure, in the unit, or its words.
-        interval: Our 95 % interval.
-        holds: True if the whole interval is on the sentence's side, False if it is on the other, None if neither.
-        note: How ours was taken, where that is not plain.
-        hours: Where it is undecided, how much longer this machine would have to measure before the interval would
-            leave the bound out, if the figure stayed what it is; None where that is not known.
-        rests_on: Names of the methods that are compared.
-        clear: Whether an interval twice as wide would leave the bound out too.
-        num_prompts: How many prompts ours is taken from.
-    """
-
-    claim: str
-    paper: str
-    url: str
-    paper_value: float | str | None
-    our_value: float
-    interval: tuple[float, float]
-    unit: str
-    holds: bool | None
-    note: str = ""
-    hours: float | None = None
-    rests_on: tuple[str, ...] = ()
-    clear: bool = False
-    num_prompts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,3 +86,8 @@ def hours_left(ours: IntervalEstimate, bound: float, seconds: float) -> float:
     """
     away = times_away(ours, bound)
     return min(FOREVER, seconds / 3600 * max(0.0, away**-2 - 1)) if away > 0 else FOREVER
+
+
+def gain(ours: Float[np.ndarray, " samples"], theirs: Float[np.ndarray, " samples"]) -> IntervalEstimate:
+    """By how many percent the first is above the second."""
+    return IntervalEstimate.of(100 * (ours / theirs - 1))

@@ -7,7 +7,7 @@ import pytest
 
 from outrider import InputError
 from outrider.bench.evidence import IntervalEstimate, Row
-from outrider.bench.step_seconds import StepSeconds
+from recipes.inquiry.step_seconds import StepSeconds
 
 SECONDS = (1.0, 1.1, 1.2, 1.5, 2.0, 2.2, 2.5, 3.0)
 
