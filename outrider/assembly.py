@@ -22,11 +22,12 @@ from outrider.engine.engine import Engine
 from outrider.host.mapped import release_heap
 from outrider.host.threads import release_threads, use_threads
 from outrider.lengths.protocol import LengthPolicy, LoadPolicy
-from outrider.lm.forwards.choice import choose
+from outrider.lm.choice import choose
 from outrider.lm.forwards.forward import as_forward
 from outrider.lm.hf.generation_config import ADVICE, default_sampling, eos_ids, rules_of, stop_strings
-from outrider.lm.hf.open import LOADING, as_lm, level_of, logit_width, open_model, open_tokenizer, unwrapped
+from outrider.lm.hf.open import LOADING, level_of, logit_width, open_model, open_tokenizer, unwrapped
 from outrider.lm.model import LanguageModel
+from outrider.lm.open import as_lm
 from outrider.lm.protocol import LM
 from outrider.lm.target_info import TargetInfo
 from outrider.plan.table import experience_of, measured_again

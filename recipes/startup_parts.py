@@ -17,7 +17,7 @@ PARTS = (START, TORCH, TRANSFORMERS, OWN, TOKENIZERS, MODELS, PREPARED, FIRST, R
 WRAPPED = (
     ("outrider.lm.hf.open", "open_model", MODELS),
     ("outrider.lm.hf.open", "open_tokenizer", TOKENIZERS),
-    ("outrider.lm.hf.open", "as_lm", PREPARED),
+    ("outrider.lm.open", "as_lm", PREPARED),
     ("outrider.engine.engine", "Engine.add", FIRST),
     ("outrider.engine.engine", "Engine.step", FIRST),
 )

@@ -35,8 +35,8 @@ from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.anatomy import Anatomy
-from outrider.lm.hf.open import as_lm
 from outrider.lm.hf.support import refusal
+from outrider.lm.open import as_lm
 from outrider.trees.protocol import Tree
 from outrider.verifiers.protocol import Verifier
 from recipes.tiny import MODEL_TYPES, VOCAB, Float64, noisy, tiny_config, tiny_model

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from outrider.lengths.costs import CostTable
 from outrider.lengths.experience import Experience
-from outrider.lm.forwards import choice
+from outrider.lm import choice
 from outrider.plan import table
 
 _MEASURE, _RECALLED, _CROWDED = table.measure, Experience.recalled, choice.crowded

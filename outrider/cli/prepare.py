@@ -12,7 +12,7 @@ from outrider.cli.printed import print_json
 from outrider.core.inputs import InputError
 from outrider.lengths.costs import CostTable
 from outrider.lengths.protocol import LoadPolicy
-from outrider.lm.forwards.choice import choose
+from outrider.lm.choice import choose
 from outrider.plan.probe import CONTEXT
 from outrider.plan.table import measured
 from outrider.setup import Setup

@@ -19,7 +19,6 @@ from outrider.drafters.token_map import check_listed, checked_ids, read_token_ma
 from outrider.lm.hf.narrow import narrowed
 from outrider.lm.hf.open import (
     as_device,
-    as_lm,
     holds_files_of,
     logit_width,
     open_config,
@@ -27,6 +26,7 @@ from outrider.lm.hf.open import (
     open_tokenizer,
 )
 from outrider.lm.model import runnable
+from outrider.lm.open import as_lm
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.batch import upload
 from outrider.lm.slots.budget import prefill_size

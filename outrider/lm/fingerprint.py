@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,8 +22,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.host.hashed import Stamp, kept, stamps_of
-from outrider.lm.protocol import LM
-from outrider.lm.translated import Translated
 
 CHUNK = 1 << 24
 """Bytes of a tensor that are hashed at once, and copied to the host where it lies elsewhere."""
@@ -35,6 +33,23 @@ SETTINGS = ("vocab_size", "max_context", "max_slots", "device", "dtype", "pad_to
 
 class Unreadable(Exception):
     """A value whose bytes cannot all be read."""
+
+
+@runtime_checkable
+class _AroundModules(Protocol):
+    """A language model around torch modules: what its hash needs of the interface in `protocol`."""
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]: ...
+    def extend(self, segments: Any, taps: Any = ()) -> Any: ...
+
+
+@runtime_checkable
+class _AroundModel(Protocol):
+    """A language model around another one, as in `translated`."""
+
+    lm: object
+    translation: object
 
 
 def note_files(module: nn.Module, files: Sequence[Path], began: int) -> None:
@@ -218,9 +233,9 @@ def _insides(value: object) -> Sequence[object]:
         return [vars(value)]
     if isinstance(value, PreTrainedTokenizerBase) and hasattr(value, "backend_tokenizer"):
         return [value.backend_tokenizer.to_str(), value.special_tokens_map]
-    if isinstance(value, Translated):
+    if isinstance(value, _AroundModel):
         return [value.lm, value.translation]
-    if isinstance(value, LM) and value.modules:
+    if isinstance(value, _AroundModules) and value.modules:
         return [dict(value.modules), {name: getattr(value, name, None) for name in SETTINGS}]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.compare]

@@ -17,22 +17,21 @@ from outrider.core.types import InputError
 from outrider.host.mapped import release_pages
 from outrider.lm.checked import Checked
 from outrider.lm.fingerprint import shape_of
-from outrider.lm.forwards import flex
 from outrider.lm.forwards.eager import EagerForward
 from outrider.lm.forwards.forward import Forward, ForwardChoice
 from outrider.lm.forwards.grouped import reads_chains
 from outrider.lm.forwards.package import Package, PackagedForward
-from outrider.lm.forwards.packed import packable, packed, plain, whole
+from outrider.lm.forwards.packed import packable, packed
 from outrider.lm.forwards.recorder import RECORDERS
 from outrider.lm.forwards.replayed import ReplayedForward, Runs
-from outrider.lm.hf import alibi
+from outrider.lm.hf import alibi, flex
 from outrider.lm.hf.anatomy import Anatomy, Span
 from outrider.lm.hf.cache_keyword import cache_keyword
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_and_head, output_layer
 from outrider.lm.hf.mtp import load_mtp
 from outrider.lm.hf.spread import check_devices, is_spread
 from outrider.lm.hf.support import refusal
-from outrider.lm.hf.weights import check_logits
+from outrider.lm.hf.weights import check_logits, plain, whole
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.batch import ForwardBatch, upload
 from outrider.lm.slots.budget import activation_bytes
@@ -295,14 +294,14 @@ class LanguageModel(SlottedLM):
         if self._ends is None:
             self._ends = replace(find_embedding_and_head(self.model, self.anatomy), target=shape_of(self.model))
             if self.forward != "eager" and packable(self.model):
-                self._ends = replace(self._ends, head=self._packed_output(), unpacked=self._ends.head)
+                self._ends = replace(self._ends, head=self._packed_output(), unpacked=self._ends.head, pack=packed)
         return self._ends
 
     def _packed_output(self) -> Callable[[Tensor], Tensor]:
         packs = self._forwards.get("packed")
         if isinstance(packs, EagerForward):
             return output_layer(packs.model)
-        return output_layer(self.model, pack=True)
+        return output_layer(self.model).copied(packed)
 
     def mtp(self, path: str | None) -> Any:
         """Its multi-token-prediction layers, loaded from a checkpoint, by default its own; see `load_mtp`."""

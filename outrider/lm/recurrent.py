@@ -20,7 +20,7 @@ from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_a
 from outrider.lm.hf.mtp import load_mtp
 from outrider.lm.hf.spread import check_devices
 from outrider.lm.hf.states import State, StateCache
-from outrider.lm.hf.support import refusal
+from outrider.lm.hf.support import CHAINS_ONLY, refusal
 from outrider.lm.hf.taps import tapped
 from outrider.lm.hf.weights import check_logits
 from outrider.lm.model import check_context, checked_width
@@ -32,9 +32,6 @@ from outrider.lm.slots.masks import MaskBuilder, mask_builder
 from outrider.lm.slots.replay import BORDERS, ReplaySegment, StatefulSlot, pieces
 from outrider.lm.slots.slots import SlotTable
 from outrider.lm.slots.slotted import OverSlots
-
-CHAINS_ONLY = "has recurrent layers, whose state follows one text and cannot read a branching tree; use tree 'chain'"
-"""The reason why such a model cannot read a branching tree."""
 
 _TOLERANCE = 1e-2
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from outrider.core.types import Sampling
-from outrider.lm.forwards import flex
+from outrider.lm.hf import flex
 from outrider.lm.protocol import LM, Segment
 
 MIXED = (

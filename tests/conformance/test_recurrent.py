@@ -18,7 +18,7 @@ from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
 from outrider.lengths.fixed import FixedLength
-from outrider.lm.hf.open import as_lm
+from outrider.lm.open import as_lm
 from outrider.trees.chain import ChainTree
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.match import MatchVerifier

@@ -17,8 +17,8 @@ from outrider.drafters.protocol import Drafter, Observed
 from outrider.drafters.traits import Traits
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
-from outrider.lm.hf.open import as_lm
 from outrider.lm.model import LanguageModel
+from outrider.lm.open import as_lm
 from outrider.lm.protocol import LM
 from outrider.lm.target_info import TargetInfo
 from tests.world.heads import HEADS, LAYERS, TOYS, head, toy

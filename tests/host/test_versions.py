@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 import outrider
 from outrider.host.versions import UntestedWarning, untested, warn_of_untested
-from outrider.lm.hf.open import as_lm
+from outrider.lm.open import as_lm
 from tests.world.zoo import tiny
 
 ROOT = Path(__file__).parents[2]

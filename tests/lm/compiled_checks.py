@@ -27,7 +27,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
 from outrider.host.meanwhile import hand_over_by
 from outrider.lengths.fixed import FixedLength
-from outrider.lm.forwards.choice import at_hand
+from outrider.lm.choice import at_hand
 from outrider.lm.forwards.constants import MappedConstants
 from outrider.lm.forwards.package import GATHERED, Package
 from outrider.lm.forwards.runner import Runner
@@ -359,7 +359,7 @@ def experts() -> dict[str, object]:
 def prepared(model: LlamaForCausalLM) -> dict[str, object]:
     """What `outrider prepare` says of the same weights in a folder, and what a later engine takes."""
     # A measurement beside other tests would be made again.
-    with tempfile.TemporaryDirectory() as folder, mock.patch("outrider.lm.forwards.choice.crowded", return_value=False):
+    with tempfile.TemporaryDirectory() as folder, mock.patch("outrider.lm.choice.crowded", return_value=False):
         model.save_pretrained(folder)
         said = io.StringIO()
         with contextlib.redirect_stdout(said):

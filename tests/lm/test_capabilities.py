@@ -8,7 +8,7 @@ from transformers import MptConfig
 from outrider.core.types import InputError
 from outrider.lm.hf.anatomy import STEPWISE, Anatomy
 from outrider.lm.hf.capabilities import Capability, capabilities
-from outrider.lm.hf.open import as_lm
+from outrider.lm.open import as_lm
 from outrider.lm.protocol import Segment
 from recipes.tiny import tiny_config as tiny_config_of
 from recipes.tiny import tiny_model

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from outrider.core.types import InputError
-from outrider.lm.forwards import choice
-from outrider.lm.forwards.choice import BLOCK, CONTEXT, WIDE
+from outrider.lm import choice
+from outrider.lm.choice import BLOCK, CONTEXT, WIDE
 from outrider.lm.forwards.package import PackagedForward
 from outrider.lm.forwards.recorder import RECORDERS
 from outrider.lm.model import LanguageModel

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.core.types import InputError
-from outrider.lm.hf.open import as_lm
+from outrider.lm.open import as_lm
 from outrider.lm.protocol import Segment
 from tests.world.recurrent_zoo import RECURRENT, tiny_recurrent
 from tests.world.zoo import ARCHITECTURES, tiny

@@ -14,10 +14,10 @@ from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
-from outrider.lm.forwards import flex
+from outrider.lm.hf import flex
 from outrider.lm.hf.capabilities import capabilities
-from outrider.lm.hf.open import as_lm
 from outrider.lm.model import LanguageModel
+from outrider.lm.open import as_lm
 from outrider.lm.protocol import Segment
 from outrider.trees.chain import ChainTree
 from outrider.trees.gumbel import GumbelTree

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from outrider.lm import choice
 from outrider.lm import fingerprint as fingerprints
 from outrider.lm.fingerprint import fingerprint, read_from, weights_of
-from outrider.lm.forwards import choice
 from outrider.lm.forwards import packed as packing
 from outrider.lm.forwards.forward import Forward
 from outrider.lm.forwards.packed import PackedLinear, packable

@@ -311,8 +311,8 @@ class G:
 
 
 def test_the_key_of_a_model_covers_every_file_that_is_traced():
-    forwards = {f"forwards.{name}" for name in ("grouped", "libraries", "merged", "package", "packed", "twin")}
-    others = {"hf.anatomy", "hf.taps", "slots.batch", "slots.masks", "slots.window"}
+    forwards = {f"forwards.{name}" for name in ("grouped", "libraries", "merged", "package", "twin")}
+    others = {"hf.anatomy", "hf.taps", "hf.weights", "slots.batch", "slots.masks", "slots.window"}
     assert {f"outrider.lm.{name}" for name in forwards | others} <= set(LanguageModel(llama()).package.sources)
 
 

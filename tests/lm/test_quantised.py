@@ -9,8 +9,10 @@ import outrider
 from outrider import InputError
 from outrider.lm.fingerprint import weights_of
 from outrider.lm.forwards.merged import merge
-from outrider.lm.forwards.packed import PackedLinear, keeps_bits, packed, plain
-from outrider.lm.hf.open import as_lm, logit_width
+from outrider.lm.forwards.packed import PackedLinear, keeps_bits, packed
+from outrider.lm.hf.open import logit_width
+from outrider.lm.hf.weights import plain
+from outrider.lm.open import as_lm
 from outrider.proof.gate import key
 from tests.world.recurrent_zoo import tiny_recurrent
 from tests.world.zoo import VOCAB, tiny

@@ -6,8 +6,8 @@ import torch
 
 from outrider.core.types import InputError
 from outrider.lm.hf.anatomy import STEPWISE, Anatomy
-from outrider.lm.hf.open import as_lm
 from outrider.lm.hf.support import refusal
+from outrider.lm.open import as_lm
 from outrider.lm.protocol import Segment
 from outrider.lm.recurrent import RecurrentModel
 from tests.lm.oracle import Growth, Pair

@@ -6,8 +6,8 @@ from transformers import LlamaForCausalLM
 
 from outrider.core.types import InputError, Sampling
 from outrider.engine.engine import Engine
+from outrider.lm.choice import choose
 from outrider.lm.forwards import replayed
-from outrider.lm.forwards.choice import choose
 from outrider.lm.forwards.recorder import CudaRecorder
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 import outrider
 from outrider import InputError
 from outrider.lm.hf.cache_keyword import CACHE_KEYWORDS
-from outrider.lm.hf.open import as_lm
+from outrider.lm.open import as_lm
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.budget import available_bytes
 from tests.world.card import DEVICE, Card, Gpu, gpu

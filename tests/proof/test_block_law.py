@@ -6,7 +6,7 @@ import pytest
 
 from outrider import catalog
 from outrider.heads.dflash2 import DFlash2Sizes
-from outrider.lm.hf.open import as_lm
+from outrider.lm.open import as_lm
 from outrider.lm.target_info import TargetInfo
 from outrider.proof.rule import law_error
 from tests.proof.tiny_runs import BOUND, SLOTS, assert_lossless, engine, pair, tiny, walk

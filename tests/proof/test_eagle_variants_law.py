@@ -9,7 +9,7 @@ import pytest
 
 from outrider import catalog
 from outrider.lengths.fixed import FixedLength
-from outrider.lm.hf.open import as_lm
+from outrider.lm.open import as_lm
 from outrider.lm.target_info import TargetInfo
 from tests.proof.tiny_runs import BOUND, SLOTS, assert_lossless, engine, pair, tiny, walk
 from tests.world.published_eagle_variants import griffin, jakiro, poss

@@ -11,7 +11,7 @@ from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.heads.assistant import AssistantDrafter, TabularAssistant
 from outrider.heads.mtp import MtpPath
-from outrider.lm.hf.open import as_lm
+from outrider.lm.open import as_lm
 from outrider.lm.target_info import TargetInfo
 from outrider.proof.rule import law_error
 from outrider.proof.runs import law_of_runs

@@ -24,8 +24,8 @@ from outrider.integrate.kept import borrowed
 from outrider.lengths.adaedl import AdaedlLength
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.forwards.packed import packable
-from outrider.lm.hf.open import as_lm
 from outrider.lm.model import LanguageModel
+from outrider.lm.open import as_lm
 from outrider.lm.recurrent import RecurrentModel
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import Translation

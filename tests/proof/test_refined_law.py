@@ -4,7 +4,7 @@ import pytest
 
 from outrider import catalog
 from outrider.drafters.protocol import Drafter
-from outrider.lm.hf.open import as_lm
+from outrider.lm.open import as_lm
 from outrider.lm.target_info import TargetInfo
 from outrider.proof.rule import law_error
 from tests.proof.tiny_runs import BOUND, SLOTS, assert_lossless, drafter, engine, pair, tiny, walk

@@ -13,7 +13,7 @@ from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
-from outrider.lm.hf.open import as_lm
+from outrider.lm.open import as_lm
 from outrider.proof.runs import Row, Runs, law_of_runs, plain_rows
 from tests.world.recurrent_zoo import RECURRENT, recurrent_config
 from tests.world.zoo import attention_of, scrambled, tiny_config

@@ -5,7 +5,7 @@ import torch
 
 from outrider.drafters.model import ModelDrafter
 from outrider.learning.divergences import divergence
-from outrider.lm.hf.open import as_lm
+from outrider.lm.open import as_lm
 from outrider.lm.protocol import Segment
 from outrider.training.online.corrections import Lesson
 from outrider.training.online.weights import OnlineDraft

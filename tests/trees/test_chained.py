@@ -18,8 +18,8 @@ from outrider.drafters.protocol import Drafter, Observed
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lengths.heuristic import HeuristicLength
-from outrider.lm.hf.open import as_lm
 from outrider.lm.model import LanguageModel
+from outrider.lm.open import as_lm
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.target_info import TargetInfo
 from outrider.lm.translated import Translated

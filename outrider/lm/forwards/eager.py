@@ -7,9 +7,8 @@ from transformers import PreTrainedModel
 
 from outrider.core.ranks import rows_of_first
 from outrider.host.meanwhile import hand_over
-from outrider.lm.forwards import flex
 from outrider.lm.forwards.grouped import lean
-from outrider.lm.hf import alibi
+from outrider.lm.hf import alibi, flex
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.cache_keyword import cache_keyword
 from outrider.lm.hf.spread import copied_once, is_spread

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from outrider.lm.forwards.packed import plain
+from outrider.lm.hf.weights import plain
 
 
 def merge(model: nn.Module, run: Callable[[], object]) -> None:

@@ -4,9 +4,6 @@ Relied on in torch (read and run in 2.13): `ops.mkldnn._reorder_linear_weight` a
 operations that its compiler uses when weights are frozen. They are private.
 """
 
-from itertools import chain
-from typing import TypeGuard
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -16,6 +13,7 @@ from outrider.host.mapped import release_pages
 from outrider.lm.forwards.forward import Forward
 from outrider.lm.forwards.twin import Module, twin
 from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.weights import plain
 from outrider.lm.slots.cache import free_bytes
 
 AT_ONCE = 1 << 27
@@ -79,23 +77,6 @@ def packed(model: Module) -> Module:
                         copied = 0
                 setattr(parent, name, packs[id(child)])
     return made
-
-
-def plain(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module is a linear layer that does what its class says, with a weight that is here.
-
-    Quantisers put weights of their own type into it, or a class of their own in its place. Offloading keeps the weight
-    elsewhere and replaces the layer's `forward`. Tensor parallel models have hooks on it.
-    """
-    if type(module) is not nn.Linear or "forward" in vars(module):
-        return False
-    return whole(module) and not module._forward_hooks and not module._forward_pre_hooks
-
-
-def whole(module: nn.Module) -> bool:
-    """Whether all weights and buffers of a module are plain tensors that are here, not quantised, not offloaded."""
-    tensors = chain(module.parameters(), module.buffers())
-    return all(type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta for tensor in tensors)
 
 
 def worth_packing(model: PreTrainedModel) -> bool:

@@ -6,8 +6,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.lm.hf.alibi import MODELS as ALIBI
 from outrider.lm.hf.anatomy import Anatomy
-from outrider.lm.hf.support import refusal
-from outrider.lm.recurrent import CHAINS_ONLY
+from outrider.lm.hf.support import CHAINS_ONLY, refusal
 
 
 @dataclass(frozen=True, kw_only=True)

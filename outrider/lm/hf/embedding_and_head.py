@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.lm.forwards.packed import packed
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.narrow import LEAVE, cut
 from outrider.lm.hf.spread import DISPATCHED, Returning, is_dispatched, is_spread
@@ -37,6 +36,7 @@ class EmbeddingAndHead:
         norm: The final norm of the last layer's output.
         head: Logits from normed states.
         unpacked: The same from weights that are not packed; None: `head` is.
+        pack: Makes packed copies of modules, where `head` is packed.
         modules: The target's modules that these functions use.
         target: A hash of what the target is without its weights.
         ids: The tokens that `head` makes logits of, ascending; None: all.
@@ -46,6 +46,7 @@ class EmbeddingAndHead:
     norm: Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch hidden"]]
     head: Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch vocab"]]
     unpacked: Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch vocab"]] | None = None
+    pack: Callable[[nn.Module], nn.Module] | None = None
     modules: nn.Module = field(default_factory=nn.ModuleList)
     target: str = ""
     ids: tuple[int, ...] | None = None
@@ -67,8 +68,8 @@ class EmbeddingAndHead:
         kept = [module for module in self.modules.children() if module is not own]
         return replace(
             self,
-            head=plain if self.unpacked is None else plain.packed(),
-            unpacked=None if self.unpacked is None else plain,
+            head=plain if self.pack is None else plain.copied(self.pack),
+            unpacked=None if self.pack is None else plain,
             modules=nn.ModuleList(kept if short is None else [*kept, short]),
             target=f"{self.target} cut to {len(ids)} tokens",
             ids=tuple(ids),
@@ -215,7 +216,7 @@ class OutputLayer:
     """Logits from normed states, by a model's own forward with a stand-in for the part of it that holds the layers.
 
     Attributes:
-        layer: The layer itself, without what scales or caps its logits; None where it is packed or there is none.
+        layer: The layer itself, without what scales or caps its logits; None where it is a copy or there is none.
 
     Args:
         shell: The model with the stand-in.
@@ -241,23 +242,25 @@ class OutputLayer:
         short = cut(self.layer, ids)
         return OutputLayer(_with(self._shell, {name: short}), short)
 
-    def packed(self) -> "OutputLayer":
-        """The same from packed copies of the weights."""
+    def copied(self, by: Callable[[nn.Module], nn.Module]) -> "OutputLayer":
+        """The same from copies of its modules.
+
+        Args:
+            by: Copies a module with all of its children, as `packed` does.
+        """
         above = {name: child for name, child in self._shell.named_children() if not isinstance(child, _Below)}
-        return OutputLayer(_with(self._shell, dict(packed(nn.ModuleDict(above))._modules)), None)
+        return OutputLayer(_with(self._shell, dict(by(nn.ModuleDict(above))._modules)), None)
 
 
-def output_layer(model: PreTrainedModel, *, pack: bool = False) -> OutputLayer:
+def output_layer(model: PreTrainedModel) -> OutputLayer:
     """Logits from normed states, by the model's own forward with a stand-in for the part of it that holds the layers.
 
     Args:
         model: A model with a single list of layers; it may be a packed one.
-        pack: Use packed copies of the weights, see `packed`.
     """
     above = _above(model)
     [below] = [name for name, _ in model.named_children() if name not in above]
-    whole = OutputLayer(_with(model, {below: _Below(getattr(model, below))}), model.get_output_embeddings())
-    return whole.packed() if pack else whole
+    return OutputLayer(_with(model, {below: _Below(getattr(model, below))}), model.get_output_embeddings())
 
 
 def _with(model: PreTrainedModel, children: Mapping[str, nn.Module | None]) -> PreTrainedModel:

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.lm.forwards.packed import plain
+from outrider.lm.hf.weights import plain
 
 LEAVE = "leave token_map out"
 """What a user does where nothing can be cut."""

@@ -30,15 +30,11 @@ from outrider.core.ranks import launched
 from outrider.core.types import InputError
 from outrider.host.versions import warn_of_untested
 from outrider.lm.fingerprint import note_files
-from outrider.lm.forwards.choice import choose
-from outrider.lm.forwards.forward import Forward
 from outrider.lm.hf import unpacked
-from outrider.lm.hf.anatomy import Anatomy, opener
+from outrider.lm.hf.anatomy import opener
 from outrider.lm.hf.gguf import as_plain, check_libraries, dequantised, gguf_config, header
 from outrider.lm.hf.mtp import behind_pattern
 from outrider.lm.hf.support import refusal
-from outrider.lm.model import LanguageModel
-from outrider.lm.recurrent import RecurrentModel
 
 DTYPES = {
     "float32": torch.float32,
@@ -469,47 +465,6 @@ def logit_width(model: PreTrainedModel) -> int:
     head = model.get_output_embeddings()
     width = getattr(head, "out_features", None)
     return int(width or model.config.get_text_config(decoder=True).vocab_size)
-
-
-def as_lm(
-    model: PreTrainedModel,
-    *,
-    max_slots: int,
-    max_context: int | None = None,
-    vocab_size: int | None = None,
-    pad_to: int | None = 1,
-    forward: Forward | None = "eager",
-    lasting: bool = True,
-    overcommit: bool = False,
-) -> LanguageModel | RecurrentModel:
-    """The model as the engine sees it, in the way that its layers need.
-
-    Recurrent layers are never padded, and models with such layers never compiled or packed.
-
-    Args:
-        pad_to: Fewest columns of a forward; None chooses.
-        forward: How forwards run; None chooses.
-        lasting: Whether the weights will stay as they are.
-        overcommit: Whether a `max_context` may be asked for that does not fit for all slots at once.
-    """
-    warn_of_untested()
-    if not Anatomy.of(model).recurrent:
-        lm = LanguageModel(
-            model,
-            max_slots=max_slots,
-            max_context=max_context,
-            vocab_size=vocab_size,
-            pad_to=pad_to or 1,
-            forward=forward or "eager",
-            overcommit=overcommit,
-        )
-        lm.choice = choose(lm, forward=forward, pad_to=pad_to, lasting=lasting)
-        return lm
-    if forward not in (None, "eager"):
-        raise InputError(f"{model.config.model_type} has recurrent layers and runs as it is; choose forward=eager")
-    return RecurrentModel(
-        model, max_slots=max_slots, max_context=max_context, vocab_size=vocab_size, overcommit=overcommit
-    )
 
 
 def open_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:

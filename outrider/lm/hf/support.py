@@ -11,6 +11,9 @@ from outrider.lm.hf import alibi
 from outrider.lm.hf.anatomy import LAYER_TYPES, NO_ATTENTION, RECURRENT_TYPES, Anatomy, rotary_parameters, rotary_type
 from outrider.lm.hf.cache_keyword import find_cache_keyword
 
+CHAINS_ONLY = "has recurrent layers, whose state follows one text and cannot read a branching tree; use tree 'chain'"
+"""The reason why a model with recurrent layers cannot read a branching tree."""
+
 _UNKNOWN_STATES = {
     "rwkv": "keeps its states in a way of its own",
     "xlstm": "keeps its states in a way of its own",

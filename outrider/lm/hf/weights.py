@@ -1,9 +1,31 @@
-"""Weights that must be numbers: NaN and infinities come from damaged files and from training that diverged."""
+"""What a module's weights are: plain tensors or others, numbers or not. NaN and infinities come from damaged files and
+from training that diverged.
+"""
+
+from itertools import chain
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from outrider.core.types import InputError
+
+
+def plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer that does what its class says, with a weight that is here.
+
+    Quantisers put weights of their own type into it, or a class of their own in its place. Offloading keeps the weight
+    elsewhere and replaces the layer's `forward`. Tensor parallel models have hooks on it.
+    """
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    return whole(module) and not module._forward_hooks and not module._forward_pre_hooks
+
+
+def whole(module: nn.Module) -> bool:
+    """Whether all weights and buffers of a module are plain tensors that are here, not quantised, not offloaded."""
+    tensors = chain(module.parameters(), module.buffers())
+    return all(type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta for tensor in tensors)
 
 
 def has_other_than_numbers(tensor: Tensor) -> bool:

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 
-from outrider.lm.forwards import flex
-from outrider.lm.hf import alibi
+from outrider.lm.hf import alibi, flex
 from outrider.lm.hf.anatomy import Anatomy, Span, Spans
 from outrider.lm.slots.batch import upload
 from outrider.lm.slots.slots import Pending

@@ -12,8 +12,8 @@ from outrider.core.inputs import InputError
 from outrider.drafters.model import ModelDrafter
 from outrider.learning.divergences import Divergence
 from outrider.lm.forwards.packed import packable
-from outrider.lm.hf.open import as_lm
 from outrider.lm.model import LanguageModel
+from outrider.lm.open import as_lm
 from outrider.lm.recurrent import RecurrentModel
 from outrider.training.online.corrections import Lesson
 
