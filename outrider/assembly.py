@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -70,58 +70,135 @@ def assemble(setup: Setup, *, target: LM | None = None, drafter: Drafter | None 
     """
     use_threads(setup.threads)
     wanted = completed(setup)
-    tree, length, decoding = (_part(family, getattr(wanted, family)) for family in ("tree", "length", "decoding"))
-    drafter = drafter or _part("drafter", wanted.drafter)
-    verifier = _named_verifier(wanted)
-    if isinstance(drafter, UnboundCheckpoint):
-        drafter.check_files()
-    model, tokenizer = _model(wanted) if target is None else _model_of(target), tokenizer_of(wanted)
-    wanted = _running(wanted, model, tokenizer)
-    shared, target = target, target or _target(wanted, model)
-    if isinstance(drafter, Unbound):
-        drafter = drafter.bind(_surroundings(wanted, target, tokenizer))
-    if shared is not None and drafter.taps and getattr(target, "forward", None) == "compiled":
-        # Its forwards may have to be others for the sake of this drafter.
-        target = _target(wanted, model)
-    _suit_forwards(target, drafter.taps, wanted)
-    if verifier is None:
-        verifier = _part("verifier", _best_verifier(drafter, tree))
-    parts = Parts(target=target, drafter=drafter, tree=tree, verifier=verifier, length=length, decoding=decoding)
-    refuses = partial(why_not, allow_lossy=wanted.allow_lossy)
-    if setup.length is None and (refuses(parts) is not None or together() > 1):
-        parts = replace(parts, length=_part("length", OTHERWISE[str(wanted.length)]))
-    if (reason := refuses(parts)) is not None:
-        raise InputError(reason)
-    if isinstance(decoding, Settling):
-        parts = decoding.settled(parts, named=setup.length is not None)
-    max_slots = wanted.max_slots or MAX_SLOTS
-    chooses = isinstance(parts.length, LoadPolicy)
-    if chooses:
-        parts = replace(parts, experience=experience_of(parts, max_slots=max_slots, probe=wanted.probe))
-    follows = not wanted.ignore_generation_config
+    # A name of no method or file fails before weights are read.
+    named = _named(wanted, drafter)
+    loaded = _loaded(wanted, target)
+    parts = _settled(_bound(named, loaded), loaded.setup, length_named=setup.length is not None)
     # Another thread may run the engine.
     release_threads()
     # Reading a tokenizer and its config takes many times the memory of what is kept of them.
     release_heap()
-    if shared is None:
-        log.log(level_of(model), "%s", _runs(wanted, parts, max_slots))
+    if not loaded.shared:
+        log.log(level_of(loaded.model), "%s", _runs(loaded.setup, parts))
+    return _engine(parts, loaded)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Named:
+    """The parts that need no target; of the drafter and the verifier, what is known without one.
+
+    Attributes:
+        verifier: None takes the best one for the drafts.
+    """
+
+    tree: Tree
+    length: LengthPolicy
+    decoding: Decoding
+    drafter: Drafter | Unbound
+    verifier: Verifier | None
+
+
+def _named(setup: Setup, drafter: Drafter | None) -> _Named:
+    """The parts that a setup names. Files of a drafter are looked for, and not read yet."""
+    named = _Named(
+        tree=_part("tree", setup.tree),
+        length=_part("length", setup.length),
+        decoding=_part("decoding", setup.decoding),
+        drafter=drafter or _part("drafter", setup.drafter),
+        verifier=_named_verifier(setup),
+    )
+    if isinstance(named.drafter, UnboundCheckpoint):
+        named.drafter.check_files()
+    return named
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loaded:
+    """A target that is loaded.
+
+    Attributes:
+        setup: With the defaults that suit this target.
+        model: Its model.
+        tokenizer: Its tokenizer; None if there is none.
+        target: The model as the engine sees it.
+        shared: Whether other engines use it too.
+    """
+
+    setup: Setup
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    target: LM
+    shared: bool
+
+
+def _loaded(setup: Setup, target: LM | None) -> _Loaded:
+    """The target that a setup names, or the one that is loaded already."""
+    model = _model(setup) if target is None else _model_of(target)
+    tokenizer = tokenizer_of(setup)
+    running = _running(setup, model, tokenizer)
+    return _Loaded(
+        setup=running,
+        model=model,
+        tokenizer=tokenizer,
+        target=target or _target(running, model),
+        shared=target is not None,
+    )
+
+
+def _bound(named: _Named, loaded: _Loaded) -> Parts:
+    """The parts, with a drafter that knows its target and a target that returns the hidden states which it reads."""
+    setup, target, drafter = loaded.setup, loaded.target, named.drafter
+    if isinstance(drafter, Unbound):
+        drafter = drafter.bind(_surroundings(setup, target, loaded.tokenizer))
+    if loaded.shared and drafter.taps and getattr(target, "forward", None) == "compiled":
+        # Its forwards may have to be others for the sake of this drafter.
+        target = _target(setup, loaded.model)
+    _suit_forwards(target, drafter.taps, setup)
+    best = _part("verifier", _best_verifier(drafter, named.tree)) if named.verifier is None else named.verifier
+    return Parts(
+        target=target, drafter=drafter, tree=named.tree, verifier=best, length=named.length, decoding=named.decoding
+    )
+
+
+def _settled(parts: Parts, setup: Setup, *, length_named: bool) -> Parts:
+    """The parts that will run: another default length where they need one, and what is known of their costs.
+
+    Raises:
+        InputError: They do not fit or are not lossless.
+    """
+    if not length_named and (why_not(parts, setup.allow_lossy) is not None or together() > 1):
+        parts = replace(parts, length=_part("length", OTHERWISE[str(setup.length)]))
+    if (reason := why_not(parts, setup.allow_lossy)) is not None:
+        raise InputError(reason)
+    if isinstance(parts.decoding, Settling):
+        parts = parts.decoding.settled(parts, named=length_named)
+    if not isinstance(parts.length, LoadPolicy):
+        return parts
+    return replace(parts, experience=experience_of(parts, max_slots=_most_slots(setup), probe=setup.probe))
+
+
+def _engine(parts: Parts, loaded: _Loaded) -> Engine:
+    """The engine of parts that fit, which follows its target's generation config unless it is told not to."""
+    setup, model, max_slots = loaded.setup, loaded.model, _most_slots(loaded.setup)
+    follows = not setup.ignore_generation_config
     stop = stop_strings(model) if follows else ()
-    if stop and tokenizer is None:
+    if stop and loaded.tokenizer is None:
         raise InputError(f"the target's generation config has stop_strings, which need a tokenizer; {ADVICE}")
+    measures = isinstance(parts.length, LoadPolicy) and setup.probe
     return Engine(
         parts,
-        tokenizer=tokenizer,
+        tokenizer=loaded.tokenizer,
         eos_ids=eos_ids(model),
         stop=stop,
         sampling=default_sampling(model) if follows else Sampling(),
-        rules=rules_of(model, target.vocab_size) if follows else None,
+        rules=rules_of(model, parts.target.vocab_size) if follows else None,
         max_slots=max_slots,
-        max_prefill_tokens=wanted.max_prefill_tokens,
-        max_warm_slots=wanted.max_warm_slots or 0,
-        max_warm_tokens=wanted.max_warm_tokens,
-        needs_seeds=wanted.reproducible,
-        refuses=refuses,
-        measure=partial(measured_again, max_slots=max_slots) if chooses and wanted.probe else None,
+        max_prefill_tokens=setup.max_prefill_tokens,
+        max_warm_slots=setup.max_warm_slots or 0,
+        max_warm_tokens=setup.max_warm_tokens,
+        needs_seeds=setup.reproducible,
+        refuses=partial(why_not, allow_lossy=setup.allow_lossy),
+        measure=partial(measured_again, max_slots=max_slots) if measures else None,
     )
 
 
@@ -207,14 +284,14 @@ def by_a_clock(parts: Parts) -> str | None:
     return None
 
 
-def _runs(setup: Setup, parts: Parts, max_slots: int) -> str:
+def _runs(setup: Setup, parts: Parts) -> str:
     """The line that says how a target runs and what drafts for it."""
     target, drafter = parts.target, setup.drafter
     choice = getattr(target, "choice", None)
     how = "eager" if choice is None else choice.forward
     drafts = drafter if isinstance(drafter, str) else type(drafter).__name__
     return (
-        f"running {how} forwards on {target.device}, {max_slots} slots of {target.max_context:,} tokens; "
+        f"running {how} forwards on {target.device}, {_most_slots(setup)} slots of {target.max_context:,} tokens; "
         f"drafter {drafts}"
     )
 
@@ -302,7 +379,12 @@ def _target(setup: Setup, model: PreTrainedModel) -> LM:
 
 def _all_slots(setup: Setup) -> int:
     """Slots of running and of ended requests."""
-    return (setup.max_slots or MAX_SLOTS) + (setup.max_warm_slots or 0)
+    return _most_slots(setup) + (setup.max_warm_slots or 0)
+
+
+def _most_slots(setup: Setup) -> int:
+    """Slots of running requests."""
+    return setup.max_slots or MAX_SLOTS
 
 
 def _suit_forwards(target: LM, taps: Sequence[int], setup: Setup) -> None:
