@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.request import RequestOptions
+from outrider.core import progress
 from outrider.core.inputs import InputError, unknown
 from outrider.setup import Setup
 
@@ -85,7 +86,7 @@ def plan(
     from outrider.plan.roofline import device_of, estimated
     from outrider.plan.simulation import simulate
     from outrider.plan.verdict import Advice
-    from outrider.plan.ways import DraftConfiguration, ways_of
+    from outrider.plan.ways import DraftConfiguration
 
     wanted = [int(each) for each in numbers("requests", options.requests, whole=True)]
     rates = [] if options.rate is None else numbers("rate", options.rate)
@@ -96,27 +97,21 @@ def plan(
         raise unknown("engine", flags_for, ENGINES)
     device = None if options.devices is None else device_of(options.devices)
     engine = opened(replace(setup, drafter=completed(setup).drafter, length="fixed:4", probe=False))
-    parts = drafters_of(setup, engine, drafters)
-    if device is None:
-        costs = costs_of(engine, parts)
-    else:
-        costs = {name: estimated(engine.parts, drafter, device) for name, drafter in parts.items()}
-    record = recorded(engine, parts, request, options, [] if device else list(costs.values()))
-    planner = Planner(record=record, costs=costs, context=options.context, estimated=device is not None)
-    ways = [DraftConfiguration()]
-    for name, drafter in parts.items():
-        ways += ways_of(name, drafter, lengths=range(1, DEPTH + 1), reproducible=setup.reproducible)
-    if device is None:
-        planner = with_trees(planner, engine, parts, ways, wanted)
-    if not setup.reproducible:
-        grown = [tree for tree in best_trees(planner, parts, wanted) if tree not in ways]
-        ways += grown
+    with progress.shown("planning"):
+        parts = drafters_of(setup, engine, drafters)
         if device is None:
-            planner = with_trees(planner, engine, parts, grown, wanted)
-    advice = Advice.of(planner, ways, wanted)
-    best = advice.chosen(wanted[0]).way
-    compared = list(dict.fromkeys([DraftConfiguration(), best]))
-    loads = {way: [simulate(planner, way, rate=rate, slots=engine.max_slots) for rate in rates] for way in compared}
+            with progress.task("measuring steps"):
+                costs = costs_of(engine, parts)
+        else:
+            costs = {name: estimated(engine.parts, drafter, device) for name, drafter in parts.items()}
+        with progress.task("recording what the target writes and what each drafter guesses"):
+            record = recorded(engine, parts, request, options, [] if device else list(costs.values()))
+        planner = Planner(record=record, costs=costs, context=options.context, estimated=device is not None)
+        planner, ways = with_ways(planner, engine, parts, wanted, timed=device is None, reproducible=setup.reproducible)
+        advice = Advice.of(planner, ways, wanted)
+        best = advice.chosen(wanted[0]).way
+        compared = list(dict.fromkeys([DraftConfiguration(), best]))
+        loads = {way: [simulate(planner, way, rate=rate, slots=engine.max_slots) for rate in rates] for way in compared}
     if options.apply is not None:
         replace(setup, **best.options()).save(options.apply)
     flags = None if flags_for is None else exported(advice, flags_for)
@@ -135,6 +130,36 @@ def plan(
         print_loads(loads)
     if flags is not None:
         print(flags or "(no flags: do not speculate)")
+
+
+def with_ways(
+    planner: "Planner",
+    engine: "Engine",
+    drafters: "dict[str, Drafter]",
+    requests: Sequence[int],
+    *,
+    timed: bool,
+    reproducible: bool,
+) -> "tuple[Planner, list[DraftConfiguration]]":
+    """All ways to compare, and a planner that knows what steps with their trees take.
+
+    Args:
+        timed: Whether steps are timed on this machine; otherwise a data sheet says what they take.
+        reproducible: Whether only ways whose texts are those of plain decoding count.
+    """
+    from outrider.plan.ways import DraftConfiguration, ways_of
+
+    ways = [DraftConfiguration()]
+    for name, drafter in drafters.items():
+        ways += ways_of(name, drafter, lengths=range(1, DEPTH + 1), reproducible=reproducible)
+    if timed:
+        planner = with_trees(planner, engine, drafters, ways, requests)
+    if not reproducible:
+        grown = [tree for tree in best_trees(planner, drafters, requests) if tree not in ways]
+        ways += grown
+        if timed:
+            planner = with_trees(planner, engine, drafters, grown, requests)
+    return planner, ways
 
 
 def best_trees(

@@ -15,6 +15,14 @@ SMALL = (
 )
 
 
+def test_without_a_terminal_lines_say_what_is_being_done(monkeypatch, capsys):
+    for name in ("PATIENCE", "PERIOD", "BEAT"):
+        monkeypatch.setattr(f"outrider.core.progress.{name}", 0.001)
+    status, _, err = run(monkeypatch, capsys, *SMALL)
+    assert status == 0, err
+    assert "planning; recording what the target writes and what each drafter guesses (" in err
+
+
 def test_a_plan_is_one_object_and_its_record_serves_again(monkeypatch, capsys, tmp_path):
     record, chosen = tmp_path / "run.npz", tmp_path / "plan.toml"
     more = ("--record", str(record), "--apply", str(chosen), "--rate", "2", "--for", "llama.cpp", "--json")
