@@ -21,7 +21,7 @@ from outrider.heads.parts.layers import DecoderLayer, Rotary, norm_of
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.last_state import LastStateHead, randomise
 from outrider.heads.trunks.sequential import SequentialDrafter, SequentialHead, SequentialState
-from outrider.lm.forwards.head_package import HeadForwardKind
+from outrider.lm.forwards.compilable import ForwardKind
 from outrider.lm.head import HeadLM, KVCache
 from outrider.lm.hf.checkpoint import Checkpoint, made, size
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
@@ -173,7 +173,7 @@ class PrefixLayer(nn.Module):
         qkv_bias: As for `Attention`.
     """
 
-    kinds: ClassVar[Sequence[HeadForwardKind]] = (HeadForwardKind(logits=False),)
+    kinds: ClassVar[Sequence[ForwardKind]] = (ForwardKind(logits=False),)
 
     def __init__(self, config: PreTrainedConfig, qkv_bias: bool | None = None) -> None:
         super().__init__()

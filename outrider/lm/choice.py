@@ -15,6 +15,7 @@ from outrider.core.ranks import together
 from outrider.host import remembered
 from outrider.host.cores import CoreUsage, crowded, shares
 from outrider.lm.fingerprint import shape_of
+from outrider.lm.forwards.compilable import returning
 from outrider.lm.forwards.forward import BLOCK, FORWARDS, Forward, ForwardChoice
 from outrider.lm.forwards.packed import worth_packing
 from outrider.lm.model import LanguageModel
@@ -90,7 +91,7 @@ def choose(
 
 def at_hand(lm: LanguageModel, taps: Sequence[int] = ()) -> list[Forward]:
     """The kinds of forward that a model can have here at once, without compiling, if they return these taps."""
-    packages = [replace(lm.package, taps=each) for each in {(), tuple(dict.fromkeys(taps))}]
+    packages = [replace(lm.package, kind=kind) for kind in {returning(), returning(taps)}]
     extra = {
         "eager": lambda: True,
         "packed": lambda: worth_packing(lm.model),

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from outrider.core.types import InputError
+from outrider.lm.forwards.compilable import KINDS, CompilableHead, ForwardKind
 from outrider.lm.forwards.forward import Forward
 from outrider.lm.forwards.grouped import read_grouped
-from outrider.lm.forwards.head_package import KINDS, HeadForwardKind, HeadPackage, PackagedHead
+from outrider.lm.forwards.package import Package, PackagedForward
 from outrider.lm.forwards.packed import fits_packed, keeps_bits, packed
 from outrider.lm.forwards.recorder import RECORDERS
 from outrider.lm.forwards.replayed import ReplayedForward
@@ -129,7 +130,7 @@ class HeadLM(SlottedLM):
         max_slots: Most slots at once.
         max_context: Most tokens of one slot; fewer if memory is short.
         forward: How its forwards run: `eager`; `packed`, with linear layers laid out for the CPU's kernels, see
-            `packed`; `compiled` from libraries on disk on a CPU, see `head_package`; `replayed` as CUDA graphs on a
+            `packed`; `compiled` from libraries on disk on a CPU, see `package`; `replayed` as CUDA graphs on a
             GPU, see `replayed`. With `packed` and `compiled` the weights must not change afterwards.
 
     Raises:
@@ -153,7 +154,7 @@ class HeadLM(SlottedLM):
         packs = forward == "packed" or (forward == "compiled" and _packable(module))
         self.running = cast(HeadModule, packed(module) if packs else module)
         self._eager = EagerHead(self.running, self.vocab_size)
-        self._libraries: dict[HeadForwardKind, PackagedHead] = {}
+        self._compiled: PackagedForward | None = None
         self._builder = MaskBuilder(spans=getattr(module, "span", Span()), additive=None, device=self.device)
         probe = Probe()
         self._probe(probe)
@@ -182,20 +183,16 @@ class HeadLM(SlottedLM):
         )
 
     @property
-    def packages(self) -> Sequence[HeadPackage]:
+    def packages(self) -> Sequence[Package]:
         """The libraries of its forwards, one for each kind."""
-        kinds: Sequence[HeadForwardKind] = getattr(self.module, "kinds", KINDS)
-        storages, entries = self.cache.storages, self.cache.entries
-        return [
-            HeadPackage(head=self.module, builder=self._builder, storages=storages, entries=entries, kind=kind)
-            for kind in kinds
-        ]
+        kinds: Sequence[ForwardKind] = getattr(self.module, "kinds", KINDS)
+        of, storages, entries = CompilableHead(head=self.module), self.cache.storages, self.cache.entries
+        return [Package(of=of, kind=kind, builder=self._builder, storages=storages, entries=entries) for kind in kinds]
 
     @property
     def num_compiled_forwards(self) -> int:
         """Number of forwards so far that were computed by a library or replayed."""
-        replayed = 0 if self._replayed is None else self._replayed.num_forwards
-        return replayed + sum(library.num_forwards for library in self._libraries.values())
+        return sum(runs.num_forwards for runs in (self._replayed, self._compiled) if runs is not None)
 
     def prepare(self) -> None:
         """Make the libraries of its forwards, if they are not there, and run by them from now on.
@@ -203,14 +200,18 @@ class HeadLM(SlottedLM):
         Raises:
             InputError: One of them cannot be made, or does not say what the head says.
         """
-        made = {package.kind: PackagedHead(package) for package in self.packages}
-        for kind, library in made.items():
-            if (difference := self._difference(kind, library)) > _TOLERANCE:
+        packages = self.packages
+        compiled = PackagedForward(packages[0])
+        for package in packages:
+            compiled.prepare(package.kind)
+        for package in packages:
+            if (difference := self._difference(package.kind, compiled)) > _TOLERANCE:
                 raise InputError(
                     f"the compiled forward of {type(self.module).__name__} does not say what the head says (they "
                     f"differ by {difference:.2g} of the range); choose forward=eager"
                 )
-        self._libraries, self.forward = made, "compiled"
+        compiled.num_forwards = 0
+        self._compiled, self.forward = compiled, "compiled"
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
@@ -227,27 +228,28 @@ class HeadLM(SlottedLM):
     def _forward(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
         if self._replayed is not None:
             return self._replayed(inputs, taps)
-        if not self._libraries:
+        kind = ForwardKind(features=inputs.batch.has_features, logits=len(inputs.columns) > 0)
+        if self._compiled is None or not self._compiled.is_open(kind) or inputs.positions.numel() > COMPILED:
             return self._eager(inputs, taps)
-        tokens, features = inputs.batch.tokens(self.device), inputs.batch.features(self.device, self.dtype)
-        library = self._libraries.get(HeadForwardKind(features=features is not None, logits=len(inputs.columns) > 0))
-        if library is None or tokens.numel() > COMPILED:
-            return self._eager(inputs, taps)
-        return library(tokens, features, inputs, self.vocab_size)
+        return self._compiled.run(inputs, kind)
 
     @torch.inference_mode()
-    def _difference(self, kind: HeadForwardKind, library: PackagedHead) -> float:
+    def _difference(self, kind: ForwardKind, compiled: PackagedForward) -> float:
         """How far a library is from the head on a short text, over the range of what the head outputs."""
         size = self.module.feature_size
         features = torch.linspace(-1, 1, 3 * size, device=self.device, dtype=self.dtype).view(3, size)
         slot, tokens = self.open(), torch.tensor([3, 5, 3]) % self.vocab_size
-        segment = Segment(slot=slot, tokens=tokens, features=features if kind.features else None)
+        segment = Segment(
+            slot=slot,
+            tokens=tokens,
+            features=features if kind.features else None,
+            logits="all" if kind.logits else "none",
+        )
         inputs = self._inputs(self._batch([segment]), self._slots.grown([segment]))
         given = features[None] if kind.features else None
         plain = self.module(tokens[None], given, inputs.positions, inputs.masks, inputs.window)
-        found = library(tokens[None], given, inputs, self.vocab_size)
+        found = compiled.run(inputs, kind)
         self.release(slot)
-        library.num_forwards = 0
         pairs = [(plain, found.features)]
         if kind.logits:
             pairs.append((self.module.logits(plain), found.logits))

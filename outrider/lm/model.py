@@ -17,6 +17,7 @@ from outrider.core.types import InputError
 from outrider.host.mapped import release_pages
 from outrider.lm.checked import Checked
 from outrider.lm.fingerprint import shape_of
+from outrider.lm.forwards.compilable import CompilableModel, returning
 from outrider.lm.forwards.eager import EagerForward
 from outrider.lm.forwards.forward import Forward, ForwardChoice
 from outrider.lm.forwards.grouped import reads_chains
@@ -222,12 +223,12 @@ class LanguageModel(SlottedLM):
         self.run_by("compiled")
         runs = self._forwards["compiled"]
         if isinstance(runs, PackagedForward):
-            runs.prepare(taps)
+            runs.prepare(returning(taps))
 
     def has_library(self, taps: Sequence[int]) -> bool:
         """Whether a library on disk computes forwards with these taps. Where it is false, they run eager."""
         runs = self._forwards.get("compiled")
-        return isinstance(runs, PackagedForward) and runs.has(taps)
+        return isinstance(runs, PackagedForward) and runs.has(returning(taps))
 
     def renew(self) -> None:
         """Read the weights again, because they have changed. Packed copies of them are made, and forwards recorded,
@@ -258,20 +259,24 @@ class LanguageModel(SlottedLM):
                 vocab_size=self.vocab_size,
             )
         packaged = PackagedForward(self.package)
-        packaged.prepare()
+        packaged.prepare(returning())
         return packaged
 
     @property
     def package(self) -> Package:
         """The library of its forward."""
         return Package(
-            model=self.model, builder=self._builder, storages=self.cache.storages, entries=self.cache.entries
+            of=CompilableModel(model=self.model),
+            kind=returning(),
+            builder=self._builder,
+            storages=self.cache.storages,
+            entries=self.cache.entries,
         )
 
     @property
     def widest(self) -> int | None:
         """Most tokens that its compiled forwards can take at once; None: any number."""
-        return self.package.widest if self.device.type == "cpu" else None
+        return CompilableModel(model=self.model).widest if self.device.type == "cpu" else None
 
     @property
     def num_compiled_forwards(self) -> int:
@@ -317,7 +322,7 @@ class LanguageModel(SlottedLM):
 
     def _forward(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
         chosen = runs = self._runs(inputs.positions.numel())
-        if isinstance(chosen, PackagedForward) and not chosen.has(taps):
+        if isinstance(chosen, PackagedForward) and not chosen.has(returning(taps)):
             runs = self._forwards["eager"]
         outputs = runs(inputs, taps)
         if self.forward in COPYING:
@@ -343,7 +348,7 @@ class LanguageModel(SlottedLM):
         if count > FULL * len(batch.segments) * batch.width:
             return False
         runs = self._runs(count)
-        return isinstance(runs, PackagedForward) and runs.unpadded and runs.has(taps)
+        return isinstance(runs, PackagedForward) and runs.unpadded and runs.has(returning(taps))
 
     def _runs_without_mask(self, batch: ForwardBatch) -> bool:
         runs = self._runs(len(batch.segments) * batch.width)

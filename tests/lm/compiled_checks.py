@@ -28,8 +28,8 @@ from outrider.engine.engine import Engine
 from outrider.host.meanwhile import hand_over_by
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.choice import at_hand
+from outrider.lm.forwards.compilable import GATHERED, CompilableModel, returning
 from outrider.lm.forwards.constants import MappedConstants
-from outrider.lm.forwards.package import GATHERED, Package
 from outrider.lm.forwards.runner import Runner
 from outrider.lm.head import head_lm
 from outrider.lm.hf.open import open_model
@@ -218,7 +218,7 @@ def kept(model: LlamaForCausalLM) -> dict[str, object]:
     found["for every number of threads"] = max(errors) < 1e-4
     found["none made for other threads"] = sorted(path.name for path in folder.parent.iterdir()) == names
     torch.set_num_threads(threads)
-    found["of other taps"] = replace(package, taps=(0,)).exists()
+    found["of other taps"] = replace(package, kind=returning((0,))).exists()
     key = (folder / "key.json").read_text()
     (folder / "key.json").write_text(key.replace("machine", "engine"))
     found["with another key"] = LanguageModel(model).package.exists()
@@ -340,7 +340,7 @@ def experts() -> dict[str, object]:
     plain, compiled = LanguageModel(model, max_slots=3), LanguageModel(model, max_slots=3, forward="compiled")
     before, found = compiled.num_compiled_forwards, differences(plain, compiled, ())
     refused = ""
-    with mock.patch.object(Package, "widest", None), tempfile.TemporaryDirectory() as folder:
+    with mock.patch.object(CompilableModel, "widest", None), tempfile.TemporaryDirectory() as folder:
         try:
             with mock.patch.dict(os.environ, {"OUTRIDER_CACHE": folder}):
                 LanguageModel(model, forward="compiled")

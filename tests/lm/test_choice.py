@@ -6,6 +6,7 @@ import torch
 from outrider.core.types import InputError
 from outrider.lm import choice
 from outrider.lm.choice import BLOCK, CONTEXT, WIDE
+from outrider.lm.forwards.compilable import returning
 from outrider.lm.forwards.package import PackagedForward
 from outrider.lm.forwards.recorder import RECORDERS
 from outrider.lm.model import LanguageModel
@@ -60,7 +61,7 @@ def test_compiled_forwards_that_copy_the_weights_of_experts_never_take_many_toke
 def test_a_library_that_is_missing_is_named_once_and_not_made(monkeypatch, tmp_path, caplog) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     runs = PackagedForward(LanguageModel(llama()).package)
-    assert [runs.has((0, 1)), runs.has((0, 1)), runs.has(())] == [False] * 3
+    assert [runs.has(returning(taps)) for taps in ((0, 1), (0, 1), ())] == [False] * 3
     first, second = (record.getMessage() for record in caplog.records)
     assert first == (
         "no library computes the forward of llama and outputs hidden states 0, 1, so it runs without one; `outrider "

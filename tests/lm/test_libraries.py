@@ -61,8 +61,8 @@ class Layer(Library):
         return 1
 
     @property
-    def module(self) -> nn.Module:
-        return self.layer
+    def parts(self) -> list[nn.Module]:
+        return [self.layer]
 
     @property
     def shape(self) -> str:
@@ -311,7 +311,7 @@ class G:
 
 
 def test_the_key_of_a_model_covers_every_file_that_is_traced():
-    forwards = {f"forwards.{name}" for name in ("grouped", "libraries", "merged", "package", "twin")}
+    forwards = {f"forwards.{name}" for name in ("compilable", "grouped", "libraries", "merged", "package", "twin")}
     others = {"hf.anatomy", "hf.taps", "hf.weights", "slots.batch", "slots.masks", "slots.window"}
     assert {f"outrider.lm.{name}" for name in forwards | others} <= set(LanguageModel(llama()).package.sources)
 

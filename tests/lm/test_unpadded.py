@@ -33,13 +33,15 @@ class Uncompiled:
     sizes: list[int]
 
     def __init__(self, package: Package) -> None:
-        self._function, inputs, _ = package.traced()
-        self._lists = [len(each) if isinstance(each, list) else None for each in inputs]
+        self._function, self._inputs, _ = package.traced()
         self.sizes = []
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         left = iter(inputs)
-        given: list[Any] = [next(left) if n is None else [next(left) for _ in range(n)] for n in self._lists]
+        given: list[Any] = [
+            [next(left) for _ in each] if isinstance(each, list) else None if each is None else next(left)
+            for each in self._inputs
+        ]
         self.sizes.append(given[0].numel())
         return list(self._function(*given))
 

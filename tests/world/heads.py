@@ -19,7 +19,7 @@ from outrider.heads.parts.layers import Attention, GatedMLP, Rotary
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.blocks import BlockDrafter
 from outrider.heads.trunks.features import OwnFeatures
-from outrider.lm.forwards.head_package import KINDS, HeadForwardKind
+from outrider.lm.forwards.compilable import KINDS, ForwardKind
 from outrider.lm.head import HeadLM
 from outrider.lm.target_info import TargetInfo
 from tests.world.block_checkpoints import checkpoints
@@ -40,7 +40,7 @@ class ToyModule(nn.Module):
             hidden_size=size, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=around.max_context
         )
         self.feature_size, self.vocab_size, self.masked, self.ends = size, around.vocab_size, masked, around.ends()
-        self.kinds = (HeadForwardKind(logits=False), HeadForwardKind(features=False)) if masked else KINDS
+        self.kinds = (ForwardKind(logits=False), ForwardKind(features=False)) if masked else KINDS
         self.fc = nn.Linear(2 * size, size)
         self.unknown = nn.Parameter(torch.randn(size))
         self.rotary, self.attention, self.mlp = Rotary(config), Attention(config, 0), GatedMLP(size, 2 * size)

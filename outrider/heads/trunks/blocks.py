@@ -49,7 +49,7 @@ from outrider.learning.learner import JudgedDrafts, Loss
 from outrider.learning.options import HeadOptions, loss, size
 from outrider.learning.target_rows import rows_at, with_rows
 from outrider.learning.top_rows import TopRows
-from outrider.lm.forwards.head_package import HeadForwardKind
+from outrider.lm.forwards.compilable import ForwardKind
 from outrider.lm.head import HeadLM, KVCache, sees_all
 from outrider.lm.hf.anatomy import rotary_parameters
 from outrider.lm.hf.checkpoint import TARGET, Checkpoint, TargetShape, made
@@ -204,7 +204,7 @@ class BlockHead(Head):
     method: ClassVar[Method]
     own_keys: ClassVar[Collection[str]] = ()
     num_taps: ClassVar[int] = 5
-    kinds: ClassVar[Sequence[HeadForwardKind]] = (HeadForwardKind(logits=False), HeadForwardKind(features=False))
+    kinds: ClassVar[Sequence[ForwardKind]] = (ForwardKind(logits=False), ForwardKind(features=False))
 
     def __init__(self, config: BlockConfig, ends: EmbeddingAndHead, vocab_size: int) -> None:
         super().__init__()

@@ -76,8 +76,8 @@ class Library(ABC):
 
     @property
     @abstractmethod
-    def module(self) -> nn.Module:
-        """The module, on a CPU."""
+    def parts(self) -> Sequence[nn.Module]:
+        """The modules whose code is compiled, and whose tensors are its weights, on a CPU. The first one computes."""
 
     @property
     @abstractmethod
@@ -97,11 +97,6 @@ class Library(ABC):
     @abstractmethod
     def traced(self) -> tuple[nn.Module, tuple[Any, ...], tuple[Any, ...]]:
         """The function as a module, inputs, and for each input which of its sizes vary."""
-
-    @property
-    def parts(self) -> Sequence[nn.Module]:
-        """The modules whose code is compiled, and whose tensors are its weights."""
-        return [self.module]
 
     @property
     def sources(self) -> Mapping[str, Path]:
@@ -304,7 +299,7 @@ class Library(ABC):
         import torch._inductor.config as settings
         from torch.fx.experimental import _config as shapes
 
-        options = _options(next(self.module.parameters()).dtype)
+        options = _options(next(self.parts[0].parameters()).dtype)
         with _scratch(), shapes.patch(backed_size_oblivious=True), settings.patch(options):  # type: ignore[attr-defined]
             module, inputs, sizes = self.traced()
             exported = torch.export.export(module, inputs, dynamic_shapes=sizes, strict=False)

@@ -115,6 +115,11 @@ class ForwardBatch:
         tokens = torch.cat([s.tokens.to(device, torch.long, non_blocking=True) for s in self.segments])
         return self._padded(tokens, device)
 
+    @property
+    def has_features(self) -> bool:
+        """Whether the segments have features."""
+        return any(s.features is not None for s in self.segments)
+
     def features(self, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "rows width dim"] | None:
         """The features of all rows, padded; None if the segments have none.
 
@@ -192,6 +197,11 @@ class OneEach:
         tokens = self.nodes.to(device, torch.long, non_blocking=True)[:, None]
         return tokens if self.width == 1 else tokens.repeat(1, self.width)
 
+    @property
+    def has_features(self) -> bool:
+        """Whether the nodes have features."""
+        return self.vectors is not None
+
     def features(self, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "rows width dim"] | None:
         """The features of all rows, padded; None if the nodes have none."""
         if self.vectors is None:
@@ -225,6 +235,11 @@ class Padded:
     def tokens(self, device: torch.device) -> Int[Tensor, "rows width"]:
         """The tokens of all rows."""
         return self.ids
+
+    @property
+    def has_features(self) -> bool:
+        """Whether the nodes have features."""
+        return self.vectors is not None
 
     def features(self, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "rows width dim"] | None:
         """The features of all rows."""
