@@ -21,7 +21,6 @@ from outrider.bench.evidence import IntervalEstimate
 from outrider.bench.folder import Folder, folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Claim, Findings, Table
-from outrider.bench.workload import Question
 from outrider.core.types import InputError
 from recipes import options
 from recipes.inquiry.figures import Figures
@@ -29,6 +28,7 @@ from recipes.inquiry.judging import SLOTS, about, count_until_clear, nothing_who
 from recipes.inquiry.papers import Paper, gain
 from recipes.inquiry.step_seconds import StepSeconds
 from recipes.inquiry.trial import Bench, Method, Setting
+from recipes.questions import Question
 
 RSD = Paper(name="Jeon et al. 2024, RSD", url="https://arxiv.org/abs/2402.14160")
 TRAVERSAL = Paper(name="Weng et al. 2025, traversal verification", url="https://arxiv.org/abs/2505.12398")

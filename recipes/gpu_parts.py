@@ -26,7 +26,7 @@ from outrider import catalog
 from outrider.assembly import why_not
 from outrider.bench.evidence import Row
 from outrider.bench.runs import PARTS
-from outrider.bench.workload import PROMPTS, read_prompts
+from outrider.bench.workloads.workload import PROMPTS
 from outrider.core.types import InputError, Sampling, Step
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.engine.engine import Engine
@@ -45,6 +45,7 @@ from outrider.training.loop.watch import Evaluation, hold_out
 from outrider.trees.protocol import Tree
 from outrider.verifiers.protocol import Verifier
 from recipes.bare import random_llama, seconds
+from recipes.questions import read_prompts
 
 GREEDY = Sampling(temperature=0.0, seed=0)
 LENGTH = "fixed:4"

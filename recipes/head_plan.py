@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 import outrider
 from outrider import catalog
-from outrider.bench.workload import Question, questions
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.heads.objective import HeadContext, HeadObjective
@@ -20,6 +19,7 @@ from outrider.learning.batch import Document
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.open import open_tokenizer
 from recipes import options
+from recipes.questions import Question, questions
 from recipes.trained import DEPTH, Budget
 
 LOSS = "fkl"

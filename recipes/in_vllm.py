@@ -33,7 +33,7 @@ from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.side_by_side.peers import OUTSIDE, usual_folder
 from outrider.bench.turns import turns
-from outrider.bench.workload import PROMPTS, questions
+from outrider.bench.workloads.workload import PROMPTS
 from outrider.core.types import InputError, Sampling
 from outrider.drafters.traits import exports_of
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_HEAD, EMBEDDED_TARGET
@@ -48,6 +48,7 @@ from outrider.plan.ways import DraftConfiguration
 from outrider.training.data.batches import Batches
 from outrider.training.loop.steps import train
 from recipes import options
+from recipes.questions import questions
 from recipes.trained import embedded_target, short_run
 
 DEPTH = 5

@@ -26,7 +26,7 @@ from outrider.bench.evidence import Row
 from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
-from outrider.bench.workload import PROMPTS, read_prompts
+from outrider.bench.workloads.workload import PROMPTS
 from outrider.core.types import InputError, Request, Running, Sampling, Step
 from outrider.decoding.step import StepDecoding
 from outrider.engine.engine import Engine
@@ -35,6 +35,7 @@ from outrider.lengths.experience import Experience
 from recipes import options
 from recipes.length_simulation import POLICY, LearntLengths, Lengths
 from recipes.never_loses import STATES, Cell, State, cells_of, records_in
+from recipes.questions import read_prompts
 
 TURNS = 3
 """Turns of a process."""

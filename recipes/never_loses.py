@@ -43,7 +43,7 @@ from outrider.bench.folder import folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
-from outrider.bench.workload import PROMPTS, read_prompts
+from outrider.bench.workloads.workload import PROMPTS
 from outrider.core.types import InputError, Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.output import Update
@@ -53,6 +53,7 @@ from outrider.lengths.fixed import FixedLength
 from outrider.plan.table import RECORD as COSTS
 from outrider.plan.table import measured
 from recipes import options
+from recipes.questions import read_prompts
 from recipes.startup import ROOT
 
 PLAIN, DEFAULT, CONTROL = "plain", "default", "plain, again"

@@ -34,7 +34,7 @@ from outrider.bench.plot import Bars
 from outrider.bench.report import Findings, Table
 from outrider.bench.runs import PARTS, law
 from outrider.bench.turns import Turn
-from outrider.bench.workload import PROMPTS, read_prompts
+from outrider.bench.workloads.workload import PROMPTS
 from outrider.core.metrics import efficiency
 from outrider.core.types import InputError, Sampling, Step
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
@@ -44,6 +44,7 @@ from outrider.lm.slots.budget import PREFILL_CHUNK
 from recipes import options
 from recipes.bare import bare, seconds
 from recipes.quartiles import quartiles, spread
+from recipes.questions import read_prompts
 from recipes.stand_in import PARAMETERS, num_parameters, stand_in
 
 GAMMA = 5

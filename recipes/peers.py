@@ -23,7 +23,7 @@ from outrider.bench.side_by_side.configuration import DEFAULT, named
 from outrider.bench.side_by_side.page import findings
 from outrider.bench.side_by_side.peers import ASSISTED, OUTSIDE, TRANSFORMERS, PeerOptions, usual_folder
 from outrider.bench.side_by_side.session import BenchPlan, Measurement, measure
-from outrider.bench.workload import PROMPTS
+from outrider.bench.workloads.workload import PROMPTS
 from outrider.core import files
 from outrider.core.inputs import unknown
 from outrider.core.types import Sampling

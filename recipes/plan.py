@@ -25,7 +25,7 @@ import typer
 
 from outrider.assembly import assemble, completed
 from outrider.bench.folder import read_rows
-from outrider.bench.workload import PROMPTS, read_prompts
+from outrider.bench.workloads.workload import PROMPTS
 from outrider.catalog import make
 from outrider.cli.plan import MOST_DOUBT, best_trees, with_trees
 from outrider.core.types import InputError, Sampling
@@ -38,6 +38,7 @@ from outrider.plan.table import costs_of
 from outrider.plan.ways import DraftConfiguration, ways_of
 from outrider.setup import Setup
 from recipes import options
+from recipes.questions import read_prompts
 
 RULES = ("token", "block", "match")
 TREES = ("gumbel:2x1", "gumbel:2x2", "iid:2", "top_plus_one:2")

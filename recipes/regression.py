@@ -22,13 +22,14 @@ from rich.progress import Progress
 
 import outrider
 from outrider.bench.circumstances import circumstances
-from outrider.bench.workload import PROMPTS, read_prompts
+from outrider.bench.workloads.workload import PROMPTS
 from outrider.core import files
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.engine.output import Output
 from outrider.engine.prompts import encode
 from outrider.lm.hf.open import open_tokenizer
+from recipes.questions import read_prompts
 
 TEMPERATURES = (0.0, 1.0)
 SLOTS = 8

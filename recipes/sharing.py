@@ -20,7 +20,6 @@ from outrider.bench.folder import folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Claim, Findings, Table
 from outrider.bench.runs import PromptBatch
-from outrider.bench.workload import Question
 from outrider.core.types import InputError
 from recipes import options
 from recipes.inquiry.figures import Figures
@@ -28,6 +27,7 @@ from recipes.inquiry.judging import about, count_until_clear, nothing_whole, sec
 from recipes.inquiry.papers import Paper, gain
 from recipes.inquiry.step_seconds import StepSeconds
 from recipes.inquiry.trial import Bench, Method, Setting
+from recipes.questions import Question
 
 PAPER = Paper(name="Wu et al. 2025, TETRIS", url="https://arxiv.org/abs/2502.15197")
 BATCHES = (4, 8, 16)

@@ -26,7 +26,7 @@ from outrider.bench.report import Findings, Table
 from outrider.bench.runs import Conditions, Contender, PromptBatch, as_row, on_engine, on_transformers
 from outrider.bench.speedup import rate, speedup
 from outrider.bench.turns import Turn, turns
-from outrider.bench.workload import PROMPTS, Question, questions
+from outrider.bench.workloads.workload import PROMPTS
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.lm.forwards.forward import Forward
@@ -35,6 +35,7 @@ from outrider.lm.hf.open import DTYPES, open_model, open_tokenizer
 from outrider.proof.gate import gate
 from recipes import options
 from recipes.inquiry.trial import Setting
+from recipes.questions import Question, questions
 from recipes.stand_in import PARAMETERS, num_parameters, stand_in
 
 LENGTHS = tuple(range(2, 9))

@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from outrider.bench.runs import Conditions, Contender, PromptBatch, RunResult, on_engine, on_transformers
+from outrider.bench.runs import Conditions, Contender, PromptBatch, Question, RunResult, on_engine, on_transformers
 from outrider.bench.side_by_side.configuration import PLAIN
 from outrider.bench.turns import turns
-from outrider.bench.workload import Question
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel

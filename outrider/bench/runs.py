@@ -11,13 +11,26 @@ import torch
 from transformers import PreTrainedModel
 
 from outrider.bench.evidence import Row
-from outrider.bench.workload import Question
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
 
 PARTS = ("target", "drafter", "rows", "verify", "commit")
 """What the profile of a run names, of the parts of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A prompt: its name, its category and its token ids."""
+
+    id: str
+    category: str
+    tokens: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The same as its id, as what takes turns is asked for it."""
+        return self.id
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import outrider
-from outrider.bench.workload import PROMPTS, questions
+from outrider.bench.workloads.choice import choose
+from outrider.bench.workloads.workload import BUILT_IN, read_workload
 from outrider.core.inputs import InputError
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
@@ -45,8 +46,15 @@ def prompts_of(order: ExportRequest, engine: Engine) -> list[list[int]]:
         width = engine.parts.target.vocab_size
         return [[(7 * i + 3 * k * k + 5) % width for k in range(LENGTH)] for i in range(order.prompts)]
     longest = engine.parts.target.max_context - order.new_tokens - 16
-    found = questions(PROMPTS, order.prompts, encode=engine.encode, longest=longest)
-    return [list(each.tokens) for each in found]
+    every = read_workload(BUILT_IN).conversations
+    prompts = {each.id: engine.encode(each.opening) for each in every}
+    fitting = [each for each in every if 0 < len(prompts[each.id]) <= longest]
+    if len(fitting) < order.prompts:
+        raise InputError(
+            f"{order.prompts} prompts were asked for, but only {len(fitting)} of those that ship with Outrider have at "
+            f"most {longest} tokens; ask for fewer prompts or fewer new tokens"
+        )
+    return [prompts[each.id] for each in choose(fitting, order.prompts)]
 
 
 def expected(order: ExportRequest, handed: Handed, engine: Engine | None) -> dict[str, Any]:

@@ -13,8 +13,6 @@ from outrider.core.texts import Before
 from outrider.core.types import Frontier, Guess, InputError, Request, Running, Sampling, Step
 from outrider.decoding.progress import begin, end, prefill
 from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
-from outrider.drafters.none import NoDrafter
 from outrider.drafters.protocol import Drafter, Observed
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
@@ -23,9 +21,7 @@ from outrider.lengths.fixed import FixedLength
 from outrider.lm.protocol import Segment
 from outrider.plan.record import DraftRows, RecordedRun, TargetText
 from outrider.plan.tree_coverage import Branches, DraftedTree, Ranked, SharedPaths, TopPlusOne
-from outrider.trees.chain import ChainTree
 from outrider.trees.drawing import drafters_sampling
-from outrider.verifiers.match import MatchVerifier
 
 KINDS: Mapping[str, DraftedTree] = {
     "branches": Branches(counts=(2,)),
@@ -124,20 +120,7 @@ def plain_run(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, max_new_tokens: int
 ) -> list[Output]:
     """What the target says alone."""
-    engine.rest()
-    alone = Engine(
-        replace(
-            engine.parts,
-            drafter=NoDrafter(),
-            tree=ChainTree(),
-            verifier=MatchVerifier(),
-            length=FixedLength(num_speculative_tokens=1),
-            decoding=StepDecoding(),
-        ),
-        tokenizer=engine.tokenizer,
-        eos_ids=engine.eos_ids,
-        max_slots=engine.max_slots,
-    )
+    alone = engine.plain()
     seed = 0 if sampling.seed is None else sampling.seed
     samplings = [replace(sampling, seed=seed + i) for i in range(len(prompts))]
     outputs = alone.generate([list(prompt) for prompt in prompts], max_new_tokens=max_new_tokens, sampling=samplings)

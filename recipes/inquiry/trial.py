@@ -15,7 +15,7 @@ from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder
 from outrider.bench.runs import Conditions, PromptBatch, as_row, drafted_per_position, on_engine
 from outrider.bench.turns import Turn, turns
-from outrider.bench.workload import PROMPTS, Question, questions
+from outrider.bench.workloads.workload import PROMPTS
 from outrider.core.progress import task
 from outrider.core.types import InputError
 from outrider.drafters.model import ModelPath
@@ -31,6 +31,7 @@ from outrider.trees.gumbel import GumbelTree
 from outrider.trees.iid import IidTree
 from recipes.inquiry.counts import FixedChain, listen, rows_of, rows_told
 from recipes.inquiry.texts import RecordedText
+from recipes.questions import Question, questions
 
 
 @dataclass(frozen=True, kw_only=True)

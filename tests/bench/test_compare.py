@@ -10,7 +10,7 @@ from outrider import Sampling
 from outrider.bench.compare import SPECULATIVE, Comparison, TimedRun, compare
 from outrider.bench.runs import Conditions, PromptBatch, on_engine, on_transformers
 from outrider.bench.side_by_side.configuration import PLAIN
-from outrider.bench.workload import Question
+from recipes.questions import Question
 
 
 @pytest.fixture(scope="module")

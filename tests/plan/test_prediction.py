@@ -6,6 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+import outrider
 from outrider import Sampling
 from outrider.core.types import InputError, Step, Timing
 from outrider.decoding.protocol import Parts
@@ -15,7 +16,7 @@ from outrider.lengths.costs import CostTable
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.plan.prediction import Planner, PlanPrediction, Range, acceptance_for, expected_steps, ranked
 from outrider.plan.record import DraftRows, RecordedRun, TargetText
-from outrider.plan.recording import Continuation, along, slowness_of
+from outrider.plan.recording import Continuation, along, record, slowness_of
 from outrider.plan.tree_coverage import Ranked
 from outrider.plan.verdict import Advice
 from outrider.plan.ways import DraftConfiguration, best_tree, ways_of
@@ -284,6 +285,18 @@ def test_the_slowness_of_a_run_counts_disturbed_steps_and_leaves_those_out_that_
     outputs = [usual, [made_step(70.0), shared], [replace(shared, request="b")]]
     # The shared step is the first one of the third request, so that it may have read its prompt.
     assert slowness_of(outputs, [CHEAP], example(0.5)) == pytest.approx(12.0 / 4)
+
+
+def test_recorded_texts_end_where_plain_decoding_of_the_engine_ends():
+    engine, greedy = outrider.load(dtype="float32", max_slots=1), Sampling(temperature=0)
+    prompts = [engine.encode("Once upon a time")]
+    [whole] = engine.plain().generate(prompts, max_new_tokens=16, sampling=greedy)
+    engine.stop = (whole.text.split()[3],)
+    [stopped] = engine.plain().generate(prompts, max_new_tokens=16, sampling=greedy)
+    made = record(engine, {"model": engine.parts.drafter}, prompts, sampling=greedy, max_new_tokens=16, depth=2)
+    assert stopped.finish_reason == "stop"
+    assert made.texts[0].tokens.tolist() == list(stopped.tokens)
+    assert made.texts[0].ended
 
 
 def test_what_is_no_record_is_refused(tmp_path):

@@ -12,11 +12,12 @@ import torch
 
 from outrider import InputError, catalog
 from outrider.bench.evidence import Sums
-from outrider.bench.workload import PROMPTS, Question
+from outrider.bench.workloads.workload import PROMPTS
 from outrider.plan.tree_coverage import Branches, SharedPaths
 from outrider.theory import acceptance
 from recipes import block_gain, block_trace, budgets, claims, marginals, optimal_rate, pearl, sharing, stopping
 from recipes.inquiry.trial import Bench, Method, Setting
+from recipes.questions import Question
 
 METHODS = {
     "block_gain": block_gain.METHODS,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from outrider.bench.workload import choose
+from outrider.bench.workloads.choice import choose
 from outrider.bench.workloads.conversation import Conversation
 from outrider.bench.workloads.workload import Workload
 from outrider.core.inputs import InputError

@@ -7,11 +7,10 @@ from typing import Any
 
 from outrider.bench.engines.driver import Driver, DriverRequest
 from outrider.bench.engines.process import Refused, Stopped
-from outrider.bench.runs import Conditions, PromptBatch, on_transformers
+from outrider.bench.runs import Conditions, PromptBatch, Question, on_transformers
 from outrider.bench.side_by_side.arrivals import ClosedLoop, Load
 from outrider.bench.side_by_side.player import PARTS, EngineServer, Player, request_id
 from outrider.bench.side_by_side.served import Served
-from outrider.bench.workload import Question
 from outrider.bench.workloads.conversation import Conversation
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine

@@ -19,6 +19,8 @@ from outrider.embedded import ASSETS
 
 BUILT_IN = "built-in"
 """The prompts that ship with the package."""
+PROMPTS = ASSETS / "prompts.jsonl"
+"""Their file."""
 READ = "JSON lines, JSON, CSV or Parquet"
 
 
@@ -65,7 +67,7 @@ def read_workload(place: str, units: TraceUnits | None = None) -> Workload:
         >>> read_workload("built-in").format, len(read_workload("built-in").conversations)
         ('Outrider', 40)
     """
-    path = ASSETS / "prompts.jsonl" if place == BUILT_IN else Path(place)
+    path = PROMPTS if place == BUILT_IN else Path(place)
     if path.is_dir():
         files = sorted(each for each in path.iterdir() if each.suffix in (".jsonl", ".json", ".parquet", ".csv"))
         if not files:
