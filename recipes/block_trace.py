@@ -19,7 +19,6 @@ from outrider.bench.evidence import IntervalEstimate, Row, Sums
 from outrider.bench.folder import folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
-from outrider.bench.runs import PromptBatch, on_engine
 from outrider.bench.turns import Turn, turns
 from outrider.decoding.protocol import Cycle
 from outrider.theory.estimators import expected_accepted
@@ -28,6 +27,7 @@ from recipes import options
 from recipes.block_gain import LENGTHS
 from recipes.inquiry.papers import gain
 from recipes.inquiry.trial import Bench, Method, Setting
+from recipes.runs import PromptBatch, on_engine
 
 LONGEST = max(LENGTHS)
 RULES = ("token", "block", "bound")

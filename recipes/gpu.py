@@ -36,10 +36,10 @@ from outrider.bench.evidence import IntervalEstimate, Row
 from outrider.bench.folder import Folder, folder
 from outrider.bench.plot import Bars
 from outrider.bench.report import Findings, Table
-from outrider.bench.runs import PARTS
 from outrider.bench.turns import Turn
 from outrider.core.types import InputError
 from recipes import options
+from recipes.runs import PARTS
 
 QUICK = {"rehearse": True, "parts": "forwards"}
 ROOT = Path(__file__).parent.parent

@@ -25,7 +25,6 @@ import outrider
 from outrider import catalog
 from outrider.assembly import why_not
 from outrider.bench.evidence import Row
-from outrider.bench.runs import PARTS
 from outrider.bench.workloads.workload import PROMPTS
 from outrider.core.types import InputError, Sampling, Step
 from outrider.embedded import EMBEDDED_TARGET
@@ -46,6 +45,7 @@ from outrider.trees.protocol import Tree
 from outrider.verifiers.protocol import Verifier
 from recipes.bare import random_llama, seconds
 from recipes.questions import read_prompts
+from recipes.runs import PARTS
 
 GREEDY = Sampling(temperature=0.0, seed=0)
 LENGTH = "fixed:4"

@@ -10,12 +10,12 @@ import numpy as np
 import outrider
 from outrider.bench.evidence import IntervalEstimate, Row, Sums
 from outrider.bench.folder import Folder
-from outrider.bench.runs import Conditions, PromptBatch, as_row, on_engine
 from outrider.bench.speedup import rate, speedup
 from outrider.bench.turns import Turn, turns
 from outrider.lm.forwards.packed import uncompiled
 from outrider.lm.hf.open import DTYPES, open_model, open_tokenizer
 from recipes.head_plan import CHAIN, Head, Plan
+from recipes.runs import Conditions, PromptBatch, as_row, on_engine
 from recipes.stand_in import stand_in
 from recipes.trained import DEPTH, TEMPERATURES
 

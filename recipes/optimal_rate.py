@@ -24,7 +24,6 @@ from outrider.bench.evidence import IntervalEstimate, Row, Sums
 from outrider.bench.folder import Folder, folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Claim, Findings, Table
-from outrider.bench.runs import Conditions, PromptBatch, on_engine
 from outrider.bench.turns import Turn, turns
 from outrider.theory import acceptance, optimum
 from recipes import options
@@ -32,6 +31,7 @@ from recipes.inquiry.judging import SLOTS, nothing_whole
 from recipes.inquiry.papers import Paper, gain
 from recipes.inquiry.texts import logits_along, rows_at
 from recipes.inquiry.trial import Bench, Setting, whole_jobs
+from recipes.runs import Conditions, PromptBatch, on_engine
 
 PAPER = Paper(name="Hu et al. 2025, optimal multi-draft", url="https://arxiv.org/abs/2502.18779")
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)

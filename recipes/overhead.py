@@ -32,7 +32,7 @@ from outrider.bench.evidence import IntervalEstimate, Row
 from outrider.bench.folder import folder
 from outrider.bench.plot import Bars
 from outrider.bench.report import Findings, Table
-from outrider.bench.runs import PARTS, law
+from outrider.bench.side_by_side.transformers_generate import sampling_options
 from outrider.bench.turns import Turn
 from outrider.bench.workloads.workload import PROMPTS
 from outrider.core.metrics import efficiency
@@ -45,6 +45,7 @@ from recipes import options
 from recipes.bare import bare, seconds
 from recipes.quartiles import quartiles, spread
 from recipes.questions import read_prompts
+from recipes.runs import PARTS
 from recipes.stand_in import PARAMETERS, num_parameters, stand_in
 
 GAMMA = 5
@@ -211,7 +212,7 @@ def decode(plan: Plan, case: Case, size: int, models: Models) -> list[Row]:
         plains[name].rest()
 
     def transformers(count: int) -> None:
-        given = {**law(0.0), "max_new_tokens": count, "pad_token_id": 0}
+        given = {**sampling_options(GREEDY), "max_new_tokens": count, "pad_token_id": 0}
         models.bare_target.generate(ids, attention_mask=torch.ones_like(ids), **given)
 
     calls: dict[str, Callable[[int], None]] = {name: partial(engine, name) for name in plains}

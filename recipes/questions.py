@@ -1,13 +1,27 @@
 """Prompts that recipes measure with: read from a file, left out where too long, chosen evenly over their categories."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.bench.runs import Question as Question
 from outrider.bench.workloads.choice import choose
 from outrider.bench.workloads.workload import read_workload
 from outrider.core.types import InputError
 from outrider.engine.prompts import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A prompt: its name, its category and its token ids."""
+
+    id: str
+    category: str
+    tokens: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The same as its id, as what takes turns is asked for it."""
+        return self.id
 
 
 def read_prompts(path: Path) -> list[tuple[str, str, Prompt]]:

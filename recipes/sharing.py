@@ -19,7 +19,6 @@ from outrider.bench.evidence import IntervalEstimate, Row
 from outrider.bench.folder import folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Claim, Findings, Table
-from outrider.bench.runs import PromptBatch
 from outrider.core.types import InputError
 from recipes import options
 from recipes.inquiry.figures import Figures
@@ -28,6 +27,7 @@ from recipes.inquiry.papers import Paper, gain
 from recipes.inquiry.step_seconds import StepSeconds
 from recipes.inquiry.trial import Bench, Method, Setting
 from recipes.questions import Question
+from recipes.runs import PromptBatch
 
 PAPER = Paper(name="Wu et al. 2025, TETRIS", url="https://arxiv.org/abs/2502.15197")
 BATCHES = (4, 8, 16)

@@ -9,7 +9,7 @@ the sum of these seconds. Its speedup is relative to the fastest way that drafts
 another model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -23,7 +23,6 @@ from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder, folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
-from outrider.bench.runs import Conditions, Contender, PromptBatch, as_row, on_engine, on_transformers
 from outrider.bench.speedup import rate, speedup
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workloads.workload import PROMPTS
@@ -36,6 +35,7 @@ from outrider.proof.gate import gate
 from recipes import options
 from recipes.inquiry.trial import Setting
 from recipes.questions import Question, questions
+from recipes.runs import Conditions, PromptBatch, RunResult, as_row, on_engine, on_transformers
 from recipes.stand_in import PARAMETERS, num_parameters, stand_in
 
 LENGTHS = tuple(range(2, 9))
@@ -93,6 +93,15 @@ def kinds(costs: Costs, lengths: Sequence[int] = LENGTHS, others: Sequence[Kind]
     chains = [Kind(name=f"chain of {n}", length=f"fixed:{n}", depth=n) for n in lengths]
     told = f"planned:draft_cost={costs.draft:.4f},token_cost={costs.token:.4f}"
     return [*PLAIN, *chains, Kind(name="planned chain", length=told, depth=max(lengths) + 1), *others]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A way to decode at a temperature, and how it runs a job."""
+
+    name: str
+    temperature: float
+    run: Callable[[PromptBatch], RunResult]
 
 
 class Pair:

@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import Environment
-
 from outrider.bench.circumstances import sentence
 from outrider.bench.plot import Bars, Dots, Figure, Panel, Stacks, draw
 
@@ -231,6 +229,8 @@ class Findings:
             circumstances: All that is known of how they came about.
             rows: All of them as JSON lines, to stand within the page; empty where they lie beside it.
         """
+        from jinja2 import Environment
+
         page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE)
         return page.render(
             recipe=recipe,

@@ -6,32 +6,25 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.bench.compare import compare
+from outrider.bench.side_by_side.comparison import compare, figures
 from outrider.core import progress
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
+from outrider.engine.generation import Generation
 from outrider.engine.prompts import Prompt
 from outrider.proof.gate import gate
 
 ROUNDS = 3
-"""How often the configurations of a comparison are timed."""
+"""How often the ways of a comparison are timed."""
 
 
 def compared(engine: Engine, prompts: Sequence[Prompt], settings: Sampling, max_new_tokens: int) -> dict[str, Any]:
     """Compare speculative and plain decoding of the same prompts, after the gate."""
-    with progress.shown(), progress.task("comparing with plain decoding", ROUNDS + 2, "runs") as bar:
+    with progress.shown("comparing with plain decoding"):
         gate(engine)
-        bar.advance()
-        found = compare(
-            engine,
-            [engine.encode(prompt) for prompt in prompts],
-            max_new_tokens=max_new_tokens,
-            sampling=settings,
-            rounds=ROUNDS,
-            progress=bar.advance,
-        )
-    rates = {run.configuration: found.median(run.configuration) for run in found.runs}
-    return {"speedup": found.speedup, "plain": found.plain, "tokens_per_second": rates}
+        asked = [engine.encode(prompt) for prompt in prompts]
+        generation = Generation(max_new_tokens=max_new_tokens, sampling=settings)
+        return figures(compare(engine, asked, generation, rounds=ROUNDS))
 
 
 def print_comparison(found: Mapping[str, Any]) -> None:

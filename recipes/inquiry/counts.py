@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Float
 
 from outrider.bench.evidence import Row
-from outrider.bench.runs import Conditions, PromptBatch, on_engine
 from outrider.core.types import Step
 from outrider.decoding.protocol import Cycle
 from outrider.engine.engine import Engine
@@ -16,6 +15,7 @@ from outrider.plan.tree_coverage import DraftedTree
 from outrider.theory.coverage import Rule, coverage
 from recipes.inquiry.expected import acceptance, expected_accepted
 from recipes.inquiry.texts import RecordedText, log_ratios, logits_along, rows_at
+from recipes.runs import Conditions, PromptBatch, on_engine
 
 
 @dataclass(frozen=True, kw_only=True)

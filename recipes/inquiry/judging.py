@@ -8,11 +8,11 @@ from typing import Any
 from outrider.bench.evidence import IntervalEstimate, Row
 from outrider.bench.folder import Folder, folder
 from outrider.bench.report import Claim, Findings, Table
-from outrider.bench.runs import PromptBatch
 from outrider.core.types import InputError
 from recipes.inquiry.figures import Figures
 from recipes.inquiry.step_seconds import StepSeconds
 from recipes.inquiry.trial import Bench, Method, Setting
+from recipes.runs import PromptBatch
 
 SLOTS = 8
 """Requests at once while steps are counted; a request's draws do not depend on the others."""

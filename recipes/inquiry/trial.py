@@ -13,7 +13,6 @@ from outrider import catalog
 from outrider.assembly import assemble
 from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder
-from outrider.bench.runs import Conditions, PromptBatch, as_row, drafted_per_position, on_engine
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workloads.workload import PROMPTS
 from outrider.core.progress import task
@@ -32,6 +31,7 @@ from outrider.trees.iid import IidTree
 from recipes.inquiry.counts import FixedChain, listen, rows_of, rows_told
 from recipes.inquiry.texts import RecordedText
 from recipes.questions import Question, questions
+from recipes.runs import Conditions, PromptBatch, as_row, drafted_per_position, on_engine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,11 @@ import pytest
 
 from outrider.bench.evidence import IntervalEstimate, Row
 from outrider.bench.folder import folder
-from outrider.bench.runs import Conditions, PromptBatch, on_engine
 from outrider.theory.coverage import coverage
 from recipes.inquiry.figures import Figures
 from recipes.inquiry.texts import log_ratios
 from recipes.inquiry.trial import Bench, Method, Setting
+from recipes.runs import Conditions, PromptBatch, on_engine
 
 TREE = Method(name="tree", tree="gumbel:branching=2x1", verifier="traversal", length="fixed:2", deepest=4, control=2)
 TOLD = Method(name="told", tree="gumbel:branching=2x1", verifier="recursive", length="fixed:2", deepest=4, control=2)

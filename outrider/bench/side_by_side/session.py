@@ -355,22 +355,39 @@ def _take_turns(
     """All ways take turns on all groups of every load, after a warm-up."""
     plan, began = found.plan, time.monotonic()
     for number, load in enumerate(plan.loads):
+        until = None if plan.time_limit is None else began + plan.time_limit * (number + 1) / len(plan.loads)
         groups = groups_of(found.asked.conversations, load, alone=bool(found.outside))
-        todo = list(turns(ways, groups, rounds=plan.rounds, seed=f"{plan.seed}/{load.name}"))
-        taken = {row["turn"] for row in place.rows if row.get("phase") == load.name}
-        if any(turn.name not in taken for turn in todo):
-            _warm_up(found, player, ways, groups[0], load)
-        clock = SessionClock(
-            None if plan.time_limit is None else began + plan.time_limit * (number + 1) / len(plan.loads)
-        )
-
-        def run(turn: Turn[Way, Group], load: Load = load, clock: SessionClock = clock) -> Row | None:
-            return _row(found, player, load, turn) if clock.allows(turn) else None
-
-        rows = place.take(load.name, todo, run)
-        for row in rows:
+        for row in under_load(found, place, player, ways, load, groups, SessionClock(until=until)):
             tell(row)
-        found.rows += rows
+
+
+def under_load(
+    found: Measurement,
+    place: Folder,
+    player: Player,
+    ways: Sequence[Way],
+    load: Load,
+    groups: Sequence[Group],
+    clock: "SessionClock",
+) -> list[Row]:
+    """All ways take turns on the groups of one load, after a warm-up. The rows are added to what was found.
+
+    Args:
+        place: Keeps the rows.
+        clock: Whether a turn may still be taken.
+    """
+    plan = found.plan
+    todo = list(turns(ways, groups, rounds=plan.rounds, seed=f"{plan.seed}/{load.name}"))
+    taken = {row["turn"] for row in place.rows if row.get("phase") == load.name}
+    if any(turn.name not in taken for turn in todo):
+        _warm_up(found, player, ways, groups[0], load)
+
+    def run(turn: Turn[Way, Group]) -> Row | None:
+        return _row(found, player, load, turn) if clock.allows(turn) else None
+
+    rows = place.take(load.name, todo, run)
+    found.rows += rows
+    return rows
 
 
 @dataclass

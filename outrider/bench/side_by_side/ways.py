@@ -7,10 +7,10 @@ from typing import Any
 
 from outrider.bench.engines.driver import Driver, DriverRequest
 from outrider.bench.engines.process import Refused, Stopped
-from outrider.bench.runs import Conditions, PromptBatch, Question, on_transformers
 from outrider.bench.side_by_side.arrivals import ClosedLoop, Load
 from outrider.bench.side_by_side.player import PARTS, EngineServer, Player, request_id
 from outrider.bench.side_by_side.served import Served
+from outrider.bench.side_by_side.transformers_generate import generate
 from outrider.bench.workloads.conversation import Conversation
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
@@ -175,19 +175,14 @@ def transformers_way(
     def answer(prompts: list[list[int]], num_tokens: int, seed: int) -> tuple[Sequence[Sequence[int]], float]:
         if alone and len(prompts) > 1:
             raise LeftOut("transformers' own speculation takes one prompt at a time")
-        asked = [Question(id=str(i), category="", tokens=tuple(prompt)) for i, prompt in enumerate(prompts)]
-        conditions = Conditions(
-            max_new_tokens=num_tokens,
-            temperature=settings.temperature,
-            ignore_eos=generation.ignore_eos,
-            sampling=settings,
-        )
         engine.rest()
-        made = on_transformers(
+        made = generate(
             target.model,
-            PromptBatch(questions=tuple(asked), seed=seed),
-            conditions,
-            eos_ids=engine.eos_ids,
+            prompts,
+            max_new_tokens=num_tokens,
+            sampling=settings,
+            seed=seed,
+            eos_ids=frozenset() if generation.ignore_eos else engine.eos_ids,
             assistant=assistant,
             num_assistant_tokens=draft,
             prompt_lookup_num_tokens=lookup,

@@ -3,34 +3,21 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from outrider.bench.evidence import Row
+from outrider.bench.side_by_side.transformers_generate import generate
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
+from recipes.questions import Question
 
 PARTS = ("target", "drafter", "rows", "verify", "commit")
 """What the profile of a run names, of the parts of a step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """A prompt: its name, its category and its token ids."""
-
-    id: str
-    category: str
-    tokens: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        """The same as its id, as what takes turns is asked for it."""
-        return self.id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +50,16 @@ class Conditions:
     Attributes:
         max_new_tokens: Most tokens of each output.
         ignore_eos: Whether outputs go on behind end tokens, so that all are as long.
-        sampling: Settings besides the temperature and the seed.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     ignore_eos: bool = False
-    sampling: Sampling = field(default_factory=Sampling)
 
     def samplings(self, job: PromptBatch) -> list[Sampling]:
         """One for each prompt: the i-th is drawn with 1000 times the job's seed and i."""
         seeds = [1000 * job.seed + i for i in range(len(job.questions))]
-        return [replace(self.sampling, temperature=self.temperature, seed=seed) for seed in seeds]
+        return [Sampling(temperature=self.temperature, seed=seed) for seed in seeds]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,75 +115,11 @@ def on_engine(engine: Engine, job: PromptBatch, conditions: Conditions, *, colum
     return RunResult(tokens=[output.tokens for output in outputs], seconds=seconds, outputs=outputs)
 
 
-@torch.inference_mode()
-def on_transformers(
-    model: PreTrainedModel,
-    job: PromptBatch,
-    conditions: Conditions,
-    *,
-    eos_ids: frozenset[int] = frozenset(),
-    assistant: PreTrainedModel | None = None,
-    num_assistant_tokens: int = 0,
-    prompt_lookup_num_tokens: int | None = None,
-) -> RunResult:
-    """Run a job by `model.generate`, its prompts as one padded batch.
-
-    Args:
-        eos_ids: Token ids that end an output, unless they are ignored.
-        assistant: A draft model for transformers' own assisted generation, which drafts `num_assistant_tokens` tokens.
-        prompt_lookup_num_tokens: Tokens that transformers' own prompt lookup drafts.
-    """
-    prompts = job.prompts
-    longest = max(map(len, prompts))
-    pad = model.generation_config.pad_token_id or 0
-    missing = [longest - len(prompt) for prompt in prompts]
-    ids = torch.tensor([[pad] * n + prompt for n, prompt in zip(missing, prompts, strict=True)], device=model.device)
-    mask = torch.tensor([[0] * n + [1] * (longest - n) for n in missing], device=model.device)
-    ending = sorted(eos_ids) if eos_ids and not conditions.ignore_eos else None
-    options = {
-        **law(conditions.temperature, conditions.sampling),
-        "max_new_tokens": conditions.max_new_tokens,
-        "pad_token_id": pad,
-    }
-    if assistant is not None:
-        settings = assistant.generation_config
-        settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = num_assistant_tokens, "constant"
-        settings.assistant_confidence_threshold = 0
-        options["assistant_model"] = assistant
-    if prompt_lookup_num_tokens is not None:
-        options["prompt_lookup_num_tokens"] = prompt_lookup_num_tokens
-    torch.manual_seed(job.seed)
-    forwards = 0
-
-    def count(*_: object) -> None:
-        nonlocal forwards
-        forwards += 1
-
-    usual, model.generation_config.eos_token_id = model.generation_config.eos_token_id, ending
-    hook = model.register_forward_pre_hook(count)
-    try:
-        began = time.perf_counter()
-        said = model.generate(ids, attention_mask=mask, **options)
-        seconds = time.perf_counter() - began
-    finally:
-        hook.remove()
-        model.generation_config.eos_token_id = usual
-    tokens = [_ended(each, ending or ()) for each in said[:, longest:].tolist()]
-    return RunResult(tokens=tokens, seconds=seconds, forwards=forwards)
-
-
-def law(temperature: float, sampling: Sampling | None = None) -> dict[str, Any]:
-    """What `model.generate` must be told to draw as an engine does; by default from the model's own distribution."""
-    if temperature == 0:
-        return {"do_sample": False}
-    cut = sampling or Sampling()
-    return {"do_sample": True, "temperature": temperature, "top_k": cut.top_k, "top_p": cut.top_p}
-
-
-def _ended(tokens: list[int], eos_ids: Sequence[int]) -> list[int]:
-    """An output up to its ending token, which a padded batch pads behind."""
-    ends = [i for i, token in enumerate(tokens) if token in eos_ids]
-    return tokens[: ends[0] + 1] if ends else tokens
+def on_transformers(model: PreTrainedModel, job: PromptBatch, conditions: Conditions) -> RunResult:
+    """Run a job by `model.generate`, its prompts as one padded batch, whose outputs go on behind end tokens."""
+    sampling = Sampling(temperature=conditions.temperature)
+    made = generate(model, job.prompts, max_new_tokens=conditions.max_new_tokens, sampling=sampling, seed=job.seed)
+    return RunResult(tokens=made.tokens, seconds=made.seconds, forwards=made.forwards)
 
 
 def as_row(
@@ -278,12 +199,3 @@ def _free(output: Output, before: int) -> list[int]:
             counts.append(len(step.tokens))
         emitted += len(step.tokens)
     return counts
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contender:
-    """A way to decode at a temperature, and how it runs a job."""
-
-    name: str
-    temperature: float
-    run: Callable[[PromptBatch], RunResult]
