@@ -1,24 +1,26 @@
-"""outrider chat: a conversation through the tokenizer's template; keys and values are kept between turns."""
+"""outrider chat: a conversation through the model's chat template. An engine keeps keys and values between turns."""
 
 import re
 import sys
 import typing
-from collections.abc import Callable
+import uuid
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from outrider.assembly import completed, tokenizer_of
-from outrider.cli.opened import opened, tell_loading
+from outrider.cli.backend import Backend, opened_backend, support_of
+from outrider.cli.opened import tell_loading
 from outrider.cli.options import kind_of
 from outrider.cli.printed import note_room
+from outrider.cli.remote import RemoteOptions
 from outrider.cli.request import RequestOptions
+from outrider.cli.supported import ENGINE
 from outrider.core.inputs import InputError, unknown
-from outrider.core.types import Sampling
-from outrider.engine.engine import Engine
-from outrider.engine.output import succeeded
+from outrider.engine.output import Output, succeeded
+from outrider.serve.vllm.options import EngineOptions
 from outrider.setup import Setup
 
 COMMANDS = {
@@ -32,36 +34,19 @@ MAX_NEW_TOKENS = 256
 """Most tokens of an answer, by default."""
 
 
-@runtime_checkable
-class Speaker(Protocol):
-    """What answers."""
-
-    @property
-    def sampling(self) -> Sampling:
-        """How answers are drawn where a setting is not given."""
-        ...
-
-    def answer(self, messages: list[dict[str, str]], request: RequestOptions, show: Callable[[str], None]) -> str:
-        """The answer to a conversation. An interrupt ends the answer, not the conversation.
-
-        Args:
-            show: Called with each piece of it as it comes.
-        """
-        ...
-
-
 @dataclass(kw_only=True)
 class ChatState:
     """The messages of a chat and its settings; changes in place.
 
     Attributes:
+        backend: What answers.
         opening: Messages before the conversation.
         messages: All messages so far.
         request: The current settings.
         first: The settings at the beginning.
     """
 
-    speaker: Speaker
+    backend: Backend
     opening: list[dict[str, str]]
     request: RequestOptions
     messages: list[dict[str, str]] = field(init=False)
@@ -73,7 +58,7 @@ class ChatState:
     @property
     def settings(self) -> dict[str, object]:
         """The values of all settings, by name."""
-        sampling = self.request.sampling(self.speaker.sampling)
+        sampling = self.request.sampling(self.backend.sampling)
         return {
             each.name: getattr(sampling, each.name, getattr(self.request, each.name)) for each in fields(self.request)
         }
@@ -85,33 +70,48 @@ class ChatState:
             raise unknown("setting", name, hints)
         value: Any = getattr(self.first, name) if not text else _value(name, text, hints[name])
         changed = replace(self.request, **{name: value})
-        changed.sampling(self.speaker.sampling)
+        changed.sampling(self.backend.sampling)
         changed.constraint()
         changed.tool_schemas()
         self.request = changed
 
 
-def talk(setup: Setup, request: RequestOptions, system: str | None) -> None:
+def talk(
+    setup: Setup, request: RequestOptions, engine: EngineOptions, remote: RemoteOptions, system: str | None
+) -> None:
     """Answer each line of standard input."""
-    request.constraint()
+    support = support_of(engine, remote)
+    support.check(setup)
+    request.form()
     request.tool_schemas()
+    if support is ENGINE:
+        request.constraint()
+        setup = _with_tokenizer(setup)
+    asked = replace(request, max_new_tokens=request.max_new_tokens or MAX_NEW_TOKENS)
+    with opened_backend(setup, asked, engine, remote, reasoning=_print_reasoning) as backend:
+        asked.sampling(backend.sampling)
+        ours = backend.engine
+        if ours is not None and ours.tokenizer is not None:
+            note_room(ours, request.max_new_tokens)
+            ours.eos_ids |= _turn_markers(ours.tokenizer)
+        converse(backend, asked, system)
+
+
+def _with_tokenizer(setup: Setup) -> Setup:
+    """A setup of an engine for one conversation, with its tokenizer. Raises InputError where it cannot chat."""
     tell_loading()
     tokenizer = tokenizer_of(completed(setup))
     if tokenizer is None:
         raise InputError("there is no tokenizer beside the target, and a chat needs one; name it with --tokenizer")
     if tokenizer.chat_template is None:
         raise InputError("the target's tokenizer has no chat template; use `outrider generate`")
-    engine = opened(replace(setup, max_slots=setup.max_slots or 1, tokenizer=tokenizer))
-    request.sampling(engine.sampling)
-    note_room(engine, request.max_new_tokens)
-    engine.eos_ids |= _turn_markers(tokenizer)
-    converse(EngineSpeaker(engine), replace(request, max_new_tokens=request.max_new_tokens or MAX_NEW_TOKENS), system)
+    return replace(setup, max_slots=setup.max_slots or 1, tokenizer=tokenizer)
 
 
-def converse(speaker: Speaker, request: RequestOptions, system: str | None) -> None:
-    """Let a speaker answer each line of standard input."""
+def converse(backend: Backend, request: RequestOptions, system: str | None) -> None:
+    """Let a backend answer each line of standard input."""
     opening = [] if system is None else [{"role": "system", "content": system}]
-    conversation = ChatState(speaker=speaker, opening=opening, request=request)
+    conversation = ChatState(backend=backend, opening=opening, request=request)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     while (line := _line(console)) not in (None, "/quit"):
         if line and re.match(r"/\w+( |$)", line):
@@ -123,40 +123,27 @@ def converse(speaker: Speaker, request: RequestOptions, system: str | None) -> N
             _say(conversation, line, console)
 
 
-class EngineSpeaker:
-    """An engine in this process."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    @property
-    def sampling(self) -> Sampling:
-        """The engine's own settings."""
-        return self._engine.sampling
-
-    def answer(self, messages: list[dict[str, str]], request: RequestOptions, show: Callable[[str], None]) -> str:
-        """The answer to a conversation."""
-        engine = self._engine
-        id = engine.add(messages, options=request.generation(engine.sampling))
-        output = None
-        try:
-            while output is None:
-                for update in engine.step():
-                    show(succeeded(update).text)
-                    output = update.output
-        except KeyboardInterrupt:
-            output = engine.cancel(id)
-        print()
-        if output is None:
-            return ""
-        note_answer(len(output.tokens), output.num_steps, output.block_efficiency)
-        return output.text
-
-
-def note_answer(tokens: int, steps: int, block_efficiency: float) -> None:
-    """Print the numbers of an answer on standard error."""
-    line = f"[{tokens} tokens, {steps} steps, block efficiency {block_efficiency:.2f}]"
-    Console(stderr=True, highlight=False, markup=False).print(line, style="dim")
+def answer(backend: Backend, messages: list[dict[str, str]], request: RequestOptions) -> str:
+    """Print the answer to a conversation as it comes. An interrupt ends the answer, not the conversation."""
+    # A name of its own: what was cancelled before may still be on its way.
+    id = uuid.uuid4().hex
+    backend.add(messages, request, id=id)
+    output: Output | None = None
+    try:
+        while output is None:
+            for update in backend.step():
+                print(succeeded(update).text, end="", flush=True)
+                output = update.output
+    except KeyboardInterrupt:
+        output = backend.cancel(id)
+    print()
+    if output is None:
+        return ""
+    if output.num_steps:
+        numbers = f"{len(output.tokens)} tokens, {output.num_steps} steps"
+        line = f"[{numbers}, block efficiency {output.block_efficiency:.2f}]"
+        Console(stderr=True, highlight=False, markup=False).print(line, style="dim")
+    return output.text
 
 
 def _obey(conversation: ChatState, line: str, console: Console) -> None:
@@ -183,14 +170,14 @@ def _say(conversation: ChatState, line: str, console: Console) -> None:
     before = list(conversation.messages)
     conversation.messages.append({"role": "user", "content": line})
     try:
-        answer = conversation.speaker.answer(list(conversation.messages), conversation.request, _show)
+        text = answer(conversation.backend, list(conversation.messages), conversation.request)
     except InputError as error:
         conversation.messages = before
         if before == conversation.opening:
             raise
         console.print(f"error: {error}; /reset begins anew", style="red", markup=False)
     else:
-        conversation.messages.append({"role": "assistant", "content": answer})
+        conversation.messages.append({"role": "assistant", "content": text})
 
 
 def _value(name: str, text: str, hint: object) -> object:
@@ -247,5 +234,7 @@ def _ask(console: Console) -> str | None:
     return line
 
 
-def _show(text: str) -> None:
-    print(text, end="", flush=True)
+def _print_reasoning(text: str) -> None:
+    """Print what a server tells of its reasoning, which is no part of its answer."""
+    if sys.stderr is not None:
+        print(text, end="", file=sys.stderr, flush=True)

@@ -57,6 +57,7 @@ def generate(
     request: RequestOptions,
     learn: LearnOptions,
     engine: EngineOptions,
+    remote: RemoteOptions,
     prompt: Annotated[list[str] | None, typer.Option(help="The text to continue; may be given several times.")] = None,
     prompt_file: Annotated[
         Path | None,
@@ -89,6 +90,8 @@ def generate(
     task = GenerateTask(
         setup=setup,
         request=request,
+        engine=engine,
+        remote=remote,
         texts=tuple(prompt or ()),
         file=prompt_file,
         n=n,
@@ -99,10 +102,6 @@ def generate(
         compare=compare,
         learn=learn,
     )
-    if engine.is_vllm:
-        from outrider.cli.generate_vllm import run as run_vllm
-
-        run_vllm(task, engine)
     run(task)
 
 
@@ -111,18 +110,14 @@ def generate(
 def chat(
     setup: Setup,
     request: RequestOptions,
+    engine: EngineOptions,
     remote: RemoteOptions,
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
 ) -> None:
     """Chat with the target, or with a server (--url). `/help` lists the commands; end of input leaves."""
-    if remote.url is not None:
-        from outrider.cli.chat_remote import talk_remotely
-
-        talk_remotely(setup, request, remote, system)
-        return
     from outrider.cli.chat import talk
 
-    talk(setup, request, system)
+    talk(setup, request, engine, remote, system)
 
 
 @app.command()
@@ -131,14 +126,12 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptio
     """Serve the target with the APIs of OpenAI and Anthropic, at 127.0.0.1 if no other host is named.
 
     A page at / shows what is drafted and accepted. The first SIGTERM or interrupt lets running requests end, the second
-    one cancels them.
+    one cancels them. With --engine vllm, vLLM's own server runs instead, until a signal ends both.
     """
+    from outrider.cli.serve import serve, serve_vllm
+
     if engine.is_vllm:
-        from outrider.cli.serve_vllm import serve_vllm
-
         raise typer.Exit(serve_vllm(setup, options, limits, learn, engine))
-    from outrider.cli.serve import serve
-
     raise typer.Exit(serve(setup, options, limits, learn))
 
 
@@ -152,8 +145,8 @@ def learn(
         str,
         typer.Option(
             "--from",
-            help="A server that keeps its answers (`outrider serve --log-answers FILE`), as http://127.0.0.1:8000; or "
-            "a file of JSON lines with requests and answers.",
+            help="A file of JSON lines with requests and answers, as gateways write them; or a server of Outrider that "
+            "keeps its answers (`outrider serve --log-answers FILE`), as http://127.0.0.1:8000.",
         ),
     ],
     target: Annotated[str, typer.Option(help="The target that gave the answers: directory, GGUF file or hub id.")],
@@ -163,8 +156,8 @@ def learn(
 ) -> None:
     """Train a drafter on with the answers of a running server, and give the server the new weights.
 
-    A server of Outrider takes them by its own route. A vLLM takes them by its weight-update routes, behind `outrider
-    serve --engine vllm` or by itself. Requests that run are answered first; nobody needs to restart anything.
+    A server of Outrider takes them by its own route, a vLLM by its weight-update routes (`outrider serve --engine vllm
+    --weight-updates`). Requests that run are answered first; nobody needs to restart anything.
     """
     from outrider.cli.learn_from import LearnTask
     from outrider.cli.learn_from import learn as learn_from
@@ -213,9 +206,9 @@ def prove(
     drawn tokens against their probabilities.
     """
     if remote.url is not None:
-        from outrider.cli.prove_remote import prove_remote
+        from outrider.cli.prove_url import prove_url
 
-        prove_remote(setup, remote, num_draws=num_draws, temperature=temperature, seed=seed, as_json=as_json)
+        prove_url(setup, remote, num_draws=num_draws, temperature=temperature, seed=seed, as_json=as_json)
         return
     from outrider.cli.prove import prove
 
@@ -246,16 +239,12 @@ def bench(
     with Outrider is measured on built-in prompts, in at most three minutes. The first line is the verdict: faster,
     slower, or no difference found.
 
-    With --url a server is measured over HTTP, by itself.
+    With --url a server is measured over HTTP, by itself; with --engine vllm, vLLM without drafts and then with them.
     """
-    if remote.url is not None:
-        from outrider.cli.bench_remote import bench_remote
+    if remote.url is not None or engine.is_vllm:
+        from outrider.cli.bench_url import bench_url
 
-        raise typer.Exit(bench_remote(setup, request, options, remote, given or [], as_json))
-    if engine.is_vllm:
-        from outrider.cli.bench_vllm import bench_vllm
-
-        raise typer.Exit(bench_vllm(setup, request, options, engine, given or [], as_json))
+        raise typer.Exit(bench_url(setup, request, options, engine, remote, given or [], as_json))
     from outrider.cli.bench import bench
 
     raise typer.Exit(bench(setup, request, options, given or [], as_json))

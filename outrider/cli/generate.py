@@ -13,10 +13,10 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from outrider.cli.backend import Backend, opened_backend, support_of
 from outrider.cli.failure import INTERRUPTED, WRONG_INPUT, complain
 from outrider.cli.forwards import chosen
 from outrider.cli.learn import LearnOptions, summary
-from outrider.cli.opened import opened
 from outrider.cli.outputs import OutputFile, Wanted, profile
 from outrider.cli.printed import (
     note_room,
@@ -28,6 +28,7 @@ from outrider.cli.printed import (
     why_few_drafts,
 )
 from outrider.cli.prompts import PromptEntry, entries
+from outrider.cli.remote import RemoteOptions
 from outrider.cli.request import RequestOptions
 from outrider.core import progress
 from outrider.core.destination import locked_file
@@ -38,7 +39,8 @@ from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation
 from outrider.engine.output import Output, Update, succeeded
 from outrider.engine.prompts import Prompt
-from outrider.engine.requests import check_count, nth
+from outrider.engine.requests import check_count
+from outrider.serve.vllm.options import EngineOptions
 from outrider.setup import Setup
 
 
@@ -49,6 +51,8 @@ class GenerateTask:
     Attributes:
         setup: The engine.
         request: Options of the requests.
+        engine: Which engine runs.
+        remote: A server that makes the outputs instead.
         texts: Prompts from options.
         file: A file of prompts.
         n: Outputs per prompt.
@@ -62,6 +66,8 @@ class GenerateTask:
 
     setup: Setup
     request: RequestOptions
+    engine: EngineOptions
+    remote: RemoteOptions
     texts: Sequence[str]
     file: Path | None
     n: int
@@ -74,6 +80,8 @@ class GenerateTask:
 
     def __post_init__(self) -> None:
         check_count(self.n, 1)
+        only_ours = {"profile": self.profile, "compare": self.compare}
+        support_of(self.engine, self.remote).check(self.setup, self.learn, only_ours)
         if self.logprobs is not None and self.logprobs < 0:
             raise InputError(f"logprobs must be >= 0, got {self.logprobs}")
         if self.logprobs is not None and not self.as_json and self.output is None:
@@ -94,16 +102,13 @@ class GenerateTask:
         if self.texts and self.file is not None:
             raise InputError("--prompt and --prompt-file were given together; give one of them")
 
-    def generation(self, usual: Sampling) -> Generation:
-        """What is asked of each request."""
-        return replace(self.request.generation(usual), logprobs=self.logprobs)
-
     def wanted(self, prompts: Sequence[PromptEntry]) -> list[Wanted]:
         """The outputs to make."""
         settings = repr(sorted(self.request.given().items()))
         grammar = repr(self.request.constraint())
         shared: list[object] = [self.n, self.logprobs, str(self.setup.target), settings, grammar]
         shared += [self.request.tool_schemas()] if self.request.tools is not None else []
+        shared += [self.remote.url, self.remote.model] if self.remote.url is not None else []
         found: list[Wanted] = []
         for number, entry in enumerate(prompts):
             text = json.dumps([entry.prompt, *shared], sort_keys=True)
@@ -166,13 +171,13 @@ def run(task: GenerateTask) -> None:
     """Make the outputs, and print or write each as it ends."""
     prompts = entries(task.texts, task.file)
     check_count(task.n, len(prompts))
-    with held_outputs(task, prompts) as wanted:
+    with _held(task, prompts) as wanted:
         if wanted:
             _make(task, prompts, wanted)
 
 
 @contextmanager
-def held_outputs(task: GenerateTask, prompts: Sequence[PromptEntry]) -> Iterator[list[Wanted]]:
+def _held(task: GenerateTask, prompts: Sequence[PromptEntry]) -> Iterator[list[Wanted]]:
     """The outputs that are still to be made. The file of outputs, if there is one, is held meanwhile."""
     wanted = task.wanted(prompts)
     if task.output is None:
@@ -189,44 +194,47 @@ def held_outputs(task: GenerateTask, prompts: Sequence[PromptEntry]) -> Iterator
 
 def _make(task: GenerateTask, prompts: Sequence[PromptEntry], wanted: Sequence[Wanted]) -> None:
     """Make the outputs that are wanted."""
-    engine = opened(task.setup, divided=True)
-    made = TaskResults(task=task, engine=engine)
-    if engine.tokenizer is None:
-        raise InputError("there is no tokenizer beside the target, and a text needs one; name it with --tokenizer")
-    note_room(engine, task.request.max_new_tokens)
-    learning = task.learn.begin(engine)
-    try:
-        if len(prompts) == len(wanted) == 1 and not task.as_json and task.output is None:
-            _stream(engine, prompts[0], made)
-        else:
-            _together(engine, prompts, wanted, made)
-            complain_of(made)
-    finally:
-        if learning is not None:
-            learning.finish()
-    if learning is not None and made.outputs:
-        print_line(summary(learning, made.outputs))
-    _report(engine, [entry.prompt for entry in prompts if entry.prompt and entry.place not in made.failed], made)
+    request = replace(task.request, max_new_tokens=task.request.max_new_tokens or Generation.max_new_tokens)
+    with opened_backend(task.setup, request, task.engine, task.remote, divided=True) as backend:
+        engine = backend.engine
+        made = TaskResults(task=task, engine=engine)
+        if engine is not None and engine.tokenizer is None:
+            raise InputError("there is no tokenizer beside the target, and a text needs one; name it with --tokenizer")
+        if engine is not None:
+            note_room(engine, task.request.max_new_tokens)
+        learning = None if engine is None else task.learn.begin(engine)
+        try:
+            if len(prompts) == len(wanted) == 1 and not task.as_json and task.output is None:
+                _stream(backend, request, prompts[0], made)
+            else:
+                _together(backend, request, prompts, wanted, made)
+                _complain_of(made)
+        finally:
+            if learning is not None:
+                learning.finish()
+        if learning is not None and made.outputs:
+            print_line(summary(learning, made.outputs))
+        _report(made, [entry.prompt for entry in prompts if entry.prompt and entry.place not in made.failed])
     raise typer.Exit(made.status)
 
 
-def _stream(engine: Engine, entry: PromptEntry, made: TaskResults) -> None:
+def _stream(backend: Backend, request: RequestOptions, entry: PromptEntry, made: TaskResults) -> None:
     """Print one output as it is generated. An interrupt ends it and still prints the measurements."""
     if entry.prompt is None:
         raise entry.error or InputError(f"{entry.place} is empty")
-    id = engine.add(entry.prompt, options=made.task.generation(engine.sampling))
+    backend.add(entry.prompt, request, id="0", logprobs=made.task.logprobs)
     output: Output | None = None
     try:
-        updates = _first(engine, made)
+        updates = _first(backend, made)
         if isinstance(entry.prompt, str):
             Console(highlight=False, soft_wrap=True).print(entry.prompt, style="dim", end="", markup=False)
         while output is None:
             for update in updates:
                 print(succeeded(update).text, end="", flush=True)
                 output = update.output
-            updates = [] if output is not None else engine.step(sink=made.keep)
+            updates = [] if output is not None else backend.step(made.keep)
     except KeyboardInterrupt:
-        output = engine.cancel(id)
+        output = backend.cancel("0")
         count = 0 if output is None else len(output.tokens)
         print(f"\ninterrupted after {count} tokens", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
@@ -238,20 +246,25 @@ def _stream(engine: Engine, entry: PromptEntry, made: TaskResults) -> None:
     made.outputs.append(output)
 
 
-def _first(engine: Engine, made: TaskResults) -> list[Update]:
+def _first(backend: Backend, made: TaskResults) -> list[Update]:
     """Read the prompt, and return the first updates."""
     updates: list[Update] = []
-    with progress.shown(), progress.task("reading the prompt", engine.num_unread_tokens, "tokens") as reading:
+    with progress.shown(), progress.task("reading the prompt", backend.num_unread_tokens or None, "tokens") as reading:
         while not updates:
-            updates = engine.step(sink=made.keep)
-            reading.reach((reading.total or 0) - engine.num_unread_tokens)
+            updates = backend.step(made.keep)
+            reading.reach((reading.total or 0) - backend.num_unread_tokens)
     return updates
 
 
-def _together(engine: Engine, prompts: Sequence[PromptEntry], wanted: Sequence[Wanted], made: TaskResults) -> None:
+def _together(
+    backend: Backend,
+    request: RequestOptions,
+    prompts: Sequence[PromptEntry],
+    wanted: Sequence[Wanted],
+    made: TaskResults,
+) -> None:
     """Run all requests together, with a progress bar on standard error. One that fails does not stop the others."""
-    task, running = made.task, dict[str, Wanted]()
-    options = task.generation(engine.sampling)
+    running = dict[str, Wanted]()
     with progress.shown(), progress.task("generating", len(wanted), "outputs") as bar:
         try:
             for each in wanted:
@@ -259,13 +272,14 @@ def _together(engine: Engine, prompts: Sequence[PromptEntry], wanted: Sequence[W
                 try:
                     if entry.prompt is None:
                         raise entry.error or InputError(f"{entry.place} is empty")
-                    sampling = nth(options.sampling, each.sample_index)
-                    running[engine.add(entry.prompt, id=str(each.index), options=options, sampling=sampling)] = each
+                    id, logprobs = str(each.index), made.task.logprobs
+                    backend.add(entry.prompt, request, id=id, sample=each.sample_index, logprobs=logprobs)
+                    running[id] = each
                 except InputError as error:
                     made.failed[entry.place] = error
                     bar.advance()
-            while engine.busy:
-                for update in engine.step(sink=made.keep):
+            while backend.busy:
+                for update in backend.step(made.keep):
                     if update.output is not None:
                         bar.advance()
                         ended = running[update.id]
@@ -278,7 +292,7 @@ def _together(engine: Engine, prompts: Sequence[PromptEntry], wanted: Sequence[W
             raise typer.Exit(INTERRUPTED) from None
 
 
-def complain_of(made: TaskResults) -> None:
+def _complain_of(made: TaskResults) -> None:
     """Print the prompts that have no output. If all fail for one reason, raise that error."""
     errors = list(made.failed.values())
     if errors and not made.outputs and len({str(error) for error in errors}) == 1:
@@ -288,11 +302,11 @@ def complain_of(made: TaskResults) -> None:
         complain(InputError(said if said.startswith(place) else f"{place}: {said}"))
 
 
-def _report(engine: Engine, prompts: Sequence[Prompt], made: TaskResults) -> None:
+def _report(made: TaskResults, prompts: Sequence[Prompt]) -> None:
     """Print the measurements."""
-    task = made.task
+    task, engine = made.task, made.engine
     report = None
-    if task.compare and made.outputs:
+    if engine is not None and task.compare and made.outputs:
         from outrider.cli.compared import compared
 
         settings = task.request.sampling(engine.sampling)
@@ -302,8 +316,8 @@ def _report(engine: Engine, prompts: Sequence[Prompt], made: TaskResults) -> Non
             print_json(record | {"compare": report})
         return
     if made.outputs and is_first():
-        print_measures(made.outputs, why_few_drafts(engine, made.outputs))
-    if task.profile:
+        print_measures(made.outputs, None if engine is None else why_few_drafts(engine, made.outputs))
+    if engine is not None and task.profile:
         print_profile(profile([step for steps in made.steps.values() for step in steps]), chosen(engine))
     if report is not None:
         from outrider.cli.compared import print_comparison

@@ -1,4 +1,4 @@
-"""outrider learn: a drafter learns from the answers of a running server, and the server gets its new weights."""
+"""outrider learn: a drafter learns from a log of prompts and answers, and a running server gets its new weights."""
 
 import json
 import sys
@@ -41,7 +41,7 @@ class SourceOptions:
 
     Attributes:
         url: The server that gets the new weights; by default the one of --from.
-        admin_key: The server's admin key, for its answers and for the new weights.
+        admin_key: The server's admin key, for its answers and for the new weights; of a vLLM its key, if it has one.
         limit: Learn from the last so many answers.
         swap: Give the server the new weights if they accept more on held-out answers; `--no-swap` keeps them here.
     """
@@ -105,7 +105,9 @@ def learn(task: LearnTask) -> Callable[[Console], dict[str, Any]]:
         InputError: There are no answers, the drafter cannot learn, or the server takes no weights.
     """
     train = learner_of(task.drafter)
-    if task.options.swap and task.server is not None and task.options.admin_key is None:
+    keyless = task.server if task.options.swap and task.options.admin_key is None else None
+    # A vLLM keeps no answers, and its routes for weights ask for no key.
+    if keyless is not None and (is_url(task.source) or _is_ours(task.remote(keyless))):
         raise InputError("new weights need the server's admin key; give --admin-key, or --no-swap to keep them here")
     lessons = lessons_from(task)
 
@@ -136,8 +138,8 @@ def lessons_from(task: LearnTask) -> list[dict[str, Any]]:
             if error.status != 404:
                 raise
             raise InputError(
-                f"{task.source} keeps no answers; start it with `outrider serve --log-answers FILE` (--engine vllm too "
-                "for vLLM), or name a file of answers with --from"
+                f"{task.source} keeps no answers; start it with `outrider serve --log-answers FILE`, or name a file of "
+                "answers with --from, such as the log of a gateway before a vLLM"
             ) from error
     else:
         text = text_of(Path(task.source), "log of answers", "a file of JSON lines")
@@ -206,19 +208,17 @@ def swapped(task: LearnTask) -> bool:
     remote = task.remote(str(task.server))
     name = catalog.name_of(catalog.make("drafter", task.drafter))
     with tempfile.TemporaryDirectory(prefix="outrider-") as scratch:
-        if not _is_ours(remote):
-            # A vLLM that nobody stands in front of, which reads the file itself.
-            WeightRoutes(remote).renew(_weights(task, name, Path(scratch) / "drafter"), version=task.out.name)
+        if _is_ours(remote):
+            remote.put(f"/v1/admin/drafter/{quote(name)}/weights", _weights(task, name, None))
         else:
-            is_vllm = "engine" in remote.get("/version")
-            weights = _weights(task, name, Path(scratch) / "drafter" if is_vllm else None)
-            remote.put(f"/v1/admin/drafter/{quote(name)}/weights", weights)
+            # A vLLM reads the file itself.
+            WeightRoutes(remote).renew(_weights(task, name, Path(scratch) / "drafter"), version=task.out.name)
     print(f"{task.server} drafts with the new weights", file=sys.stderr)
     return True
 
 
 def _is_ours(remote: Remote) -> bool:
-    """Whether a server is Outrider's, with whatever engine; vLLM has no such route."""
+    """Whether a server is Outrider's; vLLM has no such route."""
     from outrider.serve.client.remote import RemoteError
 
     try:

@@ -44,7 +44,8 @@ def print_measures(outputs: Sequence[Output], why: str | None = None) -> None:
     tokens = sum(len(o.tokens) for o in outputs)
     steps = sum(o.num_steps for o in outputs)
     drafted, accepted = sum(o.num_draft_tokens for o in outputs), sum(o.num_accepted_tokens for o in outputs)
-    line = f"{tokens} tokens in {steps} steps: block efficiency {tokens / max(1, steps):.2f}"
+    # A server may not tell its steps.
+    line = f"{tokens} tokens in {steps} steps: block efficiency {tokens / steps:.2f}" if steps else f"{tokens} tokens"
     if drafted:
         line += f", {accepted} of {drafted} draft tokens accepted ({accepted / drafted:.0%})"
     if len(outputs) == 1:

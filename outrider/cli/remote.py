@@ -2,11 +2,10 @@
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.cli.serve import API_KEY
 from outrider.core.inputs import InputError, unknown
-from outrider.setup import Setup
 
 if TYPE_CHECKING:
     from outrider.serve.client.remote import Remote
@@ -33,17 +32,13 @@ class RemoteOptions:
             if getattr(self, name) is not None and self.url is None:
                 raise InputError(f"--{name.replace('_', '-')} is about a server; give --url too")
 
-    def remote(self, setup: Setup) -> "Remote":
-        """The server. Raises InputError for options of an engine, which are the server's own."""
+    def remote(self) -> "Remote":
+        """The server."""
         from outrider.serve.client.remote import Remote
 
-        if given := list(setup.given()):
-            raise InputError(
-                f"--url and --{given[0].replace('_', '-')} were given together; the server has its own setup"
-            )
         return Remote(url=self.url or "", key=self.api_key or os.environ.get(API_KEY))
 
-    def chosen(self, remote: "Remote") -> dict[str, object]:
+    def card(self, remote: "Remote") -> dict[str, Any]:
         """The card of the model, as `/v1/models` has it."""
         cards = remote.models()
         if self.model is None:

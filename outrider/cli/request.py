@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 else:
     Grammar = Sampling = Generation = object
 
+FORMS = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
+"""Options that give a grammar, by their names in the body of a request to a server."""
 DRAWING = (
     "temperature",
     "top_k",
@@ -99,6 +101,26 @@ class RequestOptions:
         return Generation(
             sampling=self.sampling(usual), constraint=self.constraint(), tools=self.tool_schemas(), **ending
         )
+
+    def body(self) -> dict[str, Any]:
+        """The given options as fields of a request to a server, which has its own values for the others.
+
+        Example:
+            >>> RequestOptions(max_new_tokens=4, temperature=0.0, stop=("x",)).body()
+            {'max_tokens': 4, 'temperature': 0.0, 'stop': ['x']}
+        """
+        body: dict[str, Any] = {}
+        for name, value in self.given().items():
+            if name == "logit_bias":
+                body[name] = parse_json(value, "logit_bias")
+            elif name == "tools":
+                body[name] = self.tool_schemas()
+            elif name not in FORMS:
+                key = "max_tokens" if name == "max_new_tokens" else name
+                body[key] = list(value) if isinstance(value, tuple) else value
+        if (form := self.form()) is not None:
+            body["structured_outputs"] = {FORMS[form[0]]: form[1]}
+        return body
 
     def form(self) -> tuple[str, str] | None:
         """The grammar that was given: its option, and its text. None without one."""

@@ -1,5 +1,7 @@
-"""outrider serve: an engine behind an API like OpenAI's. Imports nothing heavy."""
+"""outrider serve: an engine behind an API like OpenAI's, or vLLM's own server. Imports nothing heavy."""
 
+import ipaddress
+import json
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -8,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.learn import LearnOptions
+from outrider.cli.supported import ENGINE, VLLM
 from outrider.core.inputs import InputError, needs, parse_json, shown, text_of, unknown
 from outrider.serve.limits import Limits
+from outrider.serve.vllm.options import EngineOptions
 from outrider.setup import Setup
 
 if TYPE_CHECKING:
@@ -54,6 +58,8 @@ class ServeOptions:
         keep_alive_on_death: Answer on after the engine has died, instead of ending with status 1.
         log_answers: Keep requests and answers in this file of JSON lines, for `outrider learn`; a request with
             `"store": false` is not kept. The admin key lets clients read it at /v1/admin/answers.
+        weight_updates: Let vLLM take new weights of its drafter from this machine, for `outrider learn`. Its routes for
+            them ask for no key.
     """
 
     host: str = "127.0.0.1"
@@ -76,6 +82,7 @@ class ServeOptions:
     otel_content: bool = False
     keep_alive_on_death: bool = False
     log_answers: Path | None = None
+    weight_updates: bool = False
 
     def __post_init__(self) -> None:
         if self.per_request_metrics not in METRICS:
@@ -91,6 +98,21 @@ class ServeOptions:
         """All keys that let clients in."""
         given = os.environ.get(API_KEY)
         return (*self.api_key, *((given,) if given else ()))
+
+    def check_reach(self) -> None:
+        """Raise InputError where other machines could change or use the server without a key."""
+        if is_loopback(self.host):
+            return
+        if self.weight_updates:
+            raise InputError(
+                f"--weight-updates opens routes that ask for no key, and other machines can reach {self.host}; give a "
+                "--host of this machine alone, such as 127.0.0.1"
+            )
+        if not (self.keys() or self.allow_no_key):
+            raise InputError(
+                f"other machines can reach {self.host}, and no key is set; give --api-key or {API_KEY}, or "
+                "--allow-no-key to let everyone in"
+            )
 
     def settings(self, setup: Setup) -> "HttpSettings":
         """The options of the HTTP layer."""
@@ -124,19 +146,16 @@ class ServeOptions:
 
 def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptions) -> int:
     """Serve until a signal comes. Returns the exit status."""
+    ENGINE.check(options)
+    options.check_reach()
     check_extra()
     from outrider.cli.opened import opened
     from outrider.serve.app import make_app
     from outrider.serve.logs import use_json
-    from outrider.serve.server import Endings, bound_socket, is_loopback, run, url_of
+    from outrider.serve.server import Endings, bound_socket, run, url_of
     from outrider.serve.service import Service
     from outrider.serve.traces import Traces
 
-    if not (is_loopback(options.host) or options.keys() or options.allow_no_key):
-        raise InputError(
-            f"other machines can reach {options.host}, and no key is set; give --api-key or {API_KEY}, or "
-            "--allow-no-key to let everyone in"
-        )
     learn.check(setup)
     settings = options.settings(setup)
     endpoint = options.otlp_traces_endpoint
@@ -175,7 +194,8 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptio
                 file=sys.stderr,
                 flush=True,
             )
-            note_answers(options)
+            if options.log_answers is not None:
+                print(f"requests and answers are kept in {options.log_answers}", file=sys.stderr, flush=True)
             if setup.forward is None:
                 note_forwards(engine)
 
@@ -188,10 +208,51 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptio
                 learner.finish()
 
 
-def note_answers(options: ServeOptions) -> None:
-    """Say that requests and answers are kept, if they are."""
-    if options.log_answers is not None:
-        print(f"requests and answers are kept in {options.log_answers}", file=sys.stderr, flush=True)
+def serve_vllm(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptions, engine: EngineOptions) -> int:
+    """Run vLLM's own server until a signal comes, or it ends. Returns the exit status."""
+    VLLM.check(setup, options, limits, learn)
+    options.check_reach()
+    from outrider.serve.vllm.launch import check_clients
+
+    flags: list[str] = []
+    if options.chat_template is not None:
+        flags += ["--chat-template", str(options.chat_template.absolute())]
+    if options.trust_request_chat_template:
+        flags.append("--trust-request-chat-template")
+    if options.cors_origin:
+        flags += ["--allowed-origins", json.dumps(options.cors_origin)]
+    process = engine.process(
+        setup,
+        engine.vllm_python,
+        keys=options.keys(),
+        shows_log=True,
+        names=options.served_model_name or (model_name(setup),),
+        host=options.host,
+        port=options.port,
+        more_flags=tuple(flags),
+        updates_weights=options.weight_updates,
+    )
+    try:
+        check_clients(process.launch, process.python, lossy=setup.allow_lossy)
+        with process:
+            name, version = process.launch.names[0], process.python.version
+            process.tell(f"serving {name} at {process.remote.url} with vLLM {version}; the API is below /v1")
+            return process.wait()
+    finally:
+        process.stop()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address.
+
+    Example:
+        >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
+        (True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def note_forwards(engine: Engine) -> None:

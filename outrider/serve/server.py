@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-import ipaddress
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import uvicorn
 from fastapi import FastAPI
@@ -15,6 +13,7 @@ from uvicorn.loops.auto import auto_loop_factory
 
 from outrider.core.inputs import InputError
 from outrider.serve.headers import bounded
+from outrider.serve.service import Service
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 DEATH_SECONDS = 5.0
@@ -23,28 +22,6 @@ LOOK_SECONDS = 0.25
 """How often the engine is looked at."""
 CLOSING_SECONDS = 5
 """How long open connections may take to close after the last answer."""
-
-
-@runtime_checkable
-class Drained(Protocol):
-    """What the server asks of a service."""
-
-    @property
-    def state(self) -> str:
-        """`ready`, `draining`, `stalled` or `engine_dead`."""
-        ...
-
-    def start(self) -> None:
-        """Start the engine's thread."""
-        ...
-
-    async def drain(self, seconds: float) -> None:
-        """Refuse new requests, and end the running ones, at the latest after so many seconds."""
-        ...
-
-    def close(self) -> None:
-        """End the engine's thread."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,19 +39,6 @@ class Endings:
     survives_death: bool = False
     header_bytes: int = 64 * 1024
     header_seconds: float = 30.0
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address.
-
-    Example:
-        >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
-        (True, True, False)
-    """
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -108,7 +72,7 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run(app: FastAPI, service: Drained, bound: socket.socket, endings: Endings, ready: Callable[[], None]) -> int:
+def run(app: FastAPI, service: Service, bound: socket.socket, endings: Endings, ready: Callable[[], None]) -> int:
     """Serve until a signal ends the process. Returns the exit status.
 
     The first SIGTERM or SIGINT drains the service: new requests are refused, running ones may end. The second one
@@ -122,7 +86,7 @@ def run(app: FastAPI, service: Drained, bound: socket.socket, endings: Endings, 
 
 
 async def _serve(
-    app: FastAPI, service: Drained, bound: socket.socket, endings: Endings, ready: Callable[[], None]
+    app: FastAPI, service: Service, bound: socket.socket, endings: Endings, ready: Callable[[], None]
 ) -> int:
     server = _Server(
         uvicorn.Config(
@@ -174,7 +138,7 @@ class _Server(uvicorn.Server):
 class _Ending:
     """What ends the server. Lives on the event loop."""
 
-    def __init__(self, service: Drained, server: uvicorn.Server, endings: Endings) -> None:
+    def __init__(self, service: Service, server: uvicorn.Server, endings: Endings) -> None:
         self._service = service
         self._server = server
         self._endings = endings

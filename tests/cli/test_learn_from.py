@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
 import outrider
-from outrider.cli.learn_from import LearnSettings, LearnTask, SourceOptions, swapped
+from outrider.cli.learn_from import LearnSettings, LearnTask, SourceOptions, learn, swapped
 from outrider.cli.serve import ServeOptions, renewal_of
 from outrider.core.inputs import InputError
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_HEAD, EMBEDDED_TARGET
@@ -132,6 +133,20 @@ def test_learning_from_nothing_is_one_sentence(monkeypatch, capsys, tmp_path, so
     status, _, err = run(monkeypatch, capsys, "learn", *given)
     assert status == 2
     assert sentence in err
+
+
+def test_a_vllm_takes_weights_without_an_admin_key_where_a_server_of_ours_asks_for_one(tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"prompt": "a", "completion": "b"}\n' * 2)
+    python = VllmPython.of(fake_python(tmp_path / "fake"))
+    with VllmProcess(python, Launch(target="t"), keys=()) as process, serving(loaded()) as ours:
+        for url, wanted in ((process.remote.url, True), (ours, False)):
+            task = replace(task_of(str(log), tmp_path / "out"), options=SourceOptions(url=url))
+            if wanted:
+                assert callable(learn(task))
+            else:
+                with pytest.raises(InputError, match="new weights need the server's admin key"):
+                    learn(task)
 
 
 def test_a_log_with_too_little_or_no_json_is_refused(monkeypatch, capsys, tmp_path):

@@ -8,7 +8,6 @@ import pytest
 
 from outrider.cli.prompts import STANDARD_INPUT, entries, is_lines, read_prompts
 from outrider.cli.request import RequestOptions
-from outrider.cli.request_body import body_of
 from outrider.core.inputs import InputError
 from outrider.core.types import Sampling
 from outrider.embedded import EMBEDDED_TARGET
@@ -187,7 +186,7 @@ def test_tools_of_a_file_reach_the_messages(tmp_path):
     file.write_text(json.dumps(TOOLS))
     request = RequestOptions(tools=file)
     assert request.generation(Sampling()).tools == TOOLS
-    assert body_of(request) == {"tools": TOOLS}
+    assert request.body() == {"tools": TOOLS}
     # A line may hold tools of its own.
     [prompt] = read_prompts(json.dumps({"turns": ["a"], "tools": TOOLS}))
     assert prompt == {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS}

@@ -16,7 +16,6 @@ from outrider.serve.app import make_app
 from outrider.serve.headers import bounded
 from outrider.serve.limits import Limits
 from outrider.serve.renewal import Renewal
-from outrider.serve.server import Drained
 from outrider.serve.service import Service
 from outrider.serve.settings import HttpSettings
 from outrider.serve.traces import Traces
@@ -46,7 +45,7 @@ def serving(
 
 
 @contextlib.contextmanager
-def listening(app: FastAPI, service: Drained, limits: Limits | None = None) -> Iterator[str]:
+def listening(app: FastAPI, service: Service, limits: Limits | None = None) -> Iterator[str]:
     """The address of an app over a service, which both end with the block."""
     ready, ending = threading.Event(), threading.Event()
     found: list[str] = []

@@ -4,7 +4,30 @@ import asyncio
 import json
 import time
 
-from outrider.serve.answers_log import ROUTE, AnswersLog, opened_log, pieces_of
+import httpx
+
+from outrider.serve.answers_log import ROUTE, AnswersLog, lessons_of, opened_log, pieces_of
+from outrider.serve.settings import HttpSettings
+from tests.serve.served import loaded, serving
+
+
+def test_answers_are_kept_for_learning_unless_the_client_says_no(tmp_path):
+    settings = HttpSettings(admin_key="admin", answers=tmp_path / "answers.jsonl")
+    body = {"prompt": [3, 4, 5], "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+    messages = [{"role": "user", "content": "Hello."}]
+    with serving(loaded(), settings) as url, httpx.Client(base_url=url, timeout=60) as client:
+        [choice] = client.post("/v1/completions", json=body).json()["choices"]
+        for more in ({"stream": True}, {"store": False}):
+            assert client.post("/v1/completions", json=body | more).status_code == 200
+        asked = {"messages": messages, "max_tokens": 4, "temperature": 0}
+        [said] = client.post("/v1/chat/completions", json=asked).json()["choices"]
+        client.post("/v1/no/such", json=body)
+        assert client.get(ROUTE).status_code == 401
+        lines = client.get(ROUTE, headers={"authorization": "Bearer admin"}).text.splitlines()
+    lessons = [lesson for line in lines for lesson in lessons_of(json.loads(line))]
+    whole = {"tokens": [3, 4, 5, *choice["token_ids"]], "start": 3}
+    spoken = [*messages, {"role": "assistant", "content": said["message"]["content"]}]
+    assert lessons == [whole, whole, {"messages": spoken}]
 
 
 def test_lines_that_come_while_a_file_is_sent_are_not_sent(tmp_path):

@@ -9,10 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from outrider.cli.serve import ServeOptions
+from outrider.cli.serve import ServeOptions, is_loopback
 from outrider.core.inputs import InputError
 from outrider.serve.limits import Limits
-from outrider.serve.server import is_loopback
 from tests.serve.served import loaded, serving
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"

@@ -53,14 +53,23 @@ def tokenize(remote: Remote, body: Mapping[str, Any]) -> list[int]:
 
 
 def places(choice: Mapping[str, Any], first: int = 0) -> list[AnswerToken]:
-    """The tokens of a choice.
+    """The tokens of a choice, of a completion or of a chat.
 
     Args:
         first: Where to begin.
     """
     found = choice.get("logprobs")
     if not found:
-        raise RemoteError("the server tells no log-probabilities; the check needs completions with logprobs")
+        raise RemoteError("the server tells no log-probabilities; they are needed here (logprobs)")
+    if "content" in found:
+        return [
+            AnswerToken(
+                token=_id(each["token"]),
+                own=each["logprob"],
+                top={_id(other["token"]): other["logprob"] for other in each["top_logprobs"]},
+            )
+            for each in (found["content"] or [])[first:]
+        ]
     rows = zip(found["tokens"][first:], found["token_logprobs"][first:], found["top_logprobs"][first:], strict=True)
     return [
         AnswerToken(token=_id(token), own=own, top={_id(name): value for name, value in top.items()})
@@ -75,5 +84,7 @@ def _body(prompt: str | Sequence[int]) -> dict[str, Any]:
 
 def _id(name: str) -> int:
     if not name.startswith(PREFIX):
-        raise RemoteError("the server does not name tokens by their ids; the check needs return_tokens_as_token_ids")
+        raise RemoteError(
+            "the server does not name tokens by their ids; they are needed here (return_tokens_as_token_ids)"
+        )
     return int(name.removeprefix(PREFIX))

@@ -1,1 +1,1 @@
-"""vLLM behind Outrider's commands: a process of its own, from an environment that the user names; never imported."""
+"""vLLM's own server, started from an environment that the user names; vLLM is never imported."""

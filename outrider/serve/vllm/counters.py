@@ -1,5 +1,6 @@
 """What vLLM counts of its speculation: as `/metrics` has it, and as an answer has it for its own request."""
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ DRAFTS = "vllm:spec_decode_num_drafts_total"
 DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-GENERATED = "vllm:generation_tokens_total"
 SERIES = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)(?: \d+)?$")
 POSITION = re.compile(r'(?:^|,)position="(\d+)"')
 
@@ -92,6 +92,24 @@ class Acceptance:
             num_draft_tokens=own["num_draft_tokens"],
             num_accepted_tokens=sum(positions),
             accepted_per_position=positions,
+        )
+
+    @classmethod
+    def total(cls, parts: Sequence["Acceptance"]) -> "Acceptance":
+        """The counts of several together.
+
+        Example:
+            >>> part = Acceptance(num_drafts=1, num_draft_tokens=2, num_accepted_tokens=1, accepted_per_position=(1, 0))
+            >>> Acceptance.total([part, part]).accepted_per_position
+            (2, 0)
+        """
+        return cls(
+            num_drafts=sum(part.num_drafts for part in parts),
+            num_draft_tokens=sum(part.num_draft_tokens for part in parts),
+            num_accepted_tokens=sum(part.num_accepted_tokens for part in parts),
+            accepted_per_position=tuple(
+                map(sum, itertools.zip_longest(*(part.accepted_per_position for part in parts), fillvalue=0))
+            ),
         )
 
     def since(self, before: "Acceptance") -> "Acceptance":

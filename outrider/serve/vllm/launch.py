@@ -16,20 +16,6 @@ from outrider.setup import Setup
 
 SPECULATIVE = "--speculative-config"
 WEIGHTS = "--weight-transfer-config"
-UNSUPPORTED = {
-    "vocab_size": "vLLM draws from all token ids; leave out --vocab-size",
-    "max_prefill_tokens": "vLLM has --max-num-batched-tokens instead; give it with --engine-args",
-    "max_warm_slots": "vLLM keeps prefixes of prompts in all memory that its cache has; leave out --max-warm-slots",
-    "max_warm_tokens": "vLLM keeps prefixes of prompts in all memory that its cache has; leave out --max-warm-tokens",
-    "device": "vLLM runs on the device that its build is for; leave out --device",
-    "device_map": "vLLM places layers by its own flags; give --engine-args '--tensor-parallel-size 2' or similar",
-    "quantization_config": "vLLM has --quantization instead; give it with --engine-args",
-    "attn_implementation": "vLLM has --attention-backend instead; give it with --engine-args",
-    "pad_to": "vLLM lays out its own batches; leave out --pad-to",
-    "forward": "vLLM runs its own forwards; leave out --forward",
-    "reproducible": "vLLM has no verifier `coupled`, so texts depend on the batch; leave out --reproducible",
-}
-"""Options of a setup that vLLM has no form for, and what to do instead."""
 VERIFIERS = {"token": "standard", "block": "block"}
 """vLLM's names of our verifiers."""
 SMOKE_TEST = "expected.json"
@@ -62,11 +48,6 @@ class VllmSpeculation:
     model: str | None = None
     num_tokens: int = TOKENS
     verifier: str = "standard"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What clients may call the drafter: our name, and vLLM's."""
-        return tuple(dict.fromkeys((self.name or self.method, self.method)))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -131,6 +112,8 @@ class Launch:
         target: Directory or hub id.
         speculation: None decodes plainly.
         names: What clients call the model.
+        host: The address that it listens at.
+        port: The port; 0 takes a free one.
         flags: vLLM's flags for the rest of the setup.
         more_flags: vLLM's flags for what a command asks besides.
         updates_weights: Whether its drafter takes new weights while it runs.
@@ -141,6 +124,8 @@ class Launch:
     target: str
     speculation: VllmSpeculation | None = None
     names: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 0
     more_flags: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     engine_args: tuple[str, ...] = ()
@@ -149,19 +134,16 @@ class Launch:
 
     @classmethod
     def of(cls, setup: Setup, python: VllmPython, engine_args: str | None = None, **more: Any) -> "Launch":
-        """The launch for a setup.
+        """The launch for a setup. Options that vLLM has no form for are not looked at: commands refuse them before.
 
         Args:
             engine_args: vLLM's own flags, as a shell would read them.
             more: Other fields.
 
         Raises:
-            InputError: vLLM has no form for an option of the setup. The message says what to do.
+            InputError: vLLM has no form for a value of the setup. The message says what to do.
         """
         passed = arguments_of(engine_args)
-        for name, advice in UNSUPPORTED.items():
-            if name in setup.given():
-                raise InputError(f"--engine vllm has nothing like --{name.replace('_', '-')}: {advice}")
         wanted = completed(setup)
         own = has_speculation(passed)
         if own and (given := [name for name in ("drafter", "length", "verifier") if getattr(setup, name) is not None]):
@@ -195,9 +177,9 @@ class Launch:
         """What vLLM's command is called with.
 
         Args:
-            port: Where it listens, on this machine alone.
+            port: Where it listens.
         """
-        found = ["serve", self.target, "--host", "127.0.0.1", "--port", str(port)]
+        found = ["serve", self.target, "--host", self.host, "--port", str(port)]
         if self.names:
             found += ["--served-model-name", *self.names]
         if self.drafts:
@@ -227,7 +209,7 @@ def arguments_of(text: str | None) -> tuple[str, ...]:
         raise InputError(f"--engine-args must be vLLM's flags, such as '--tensor-parallel-size 2', got {text!r}")
     for owned in ("--host", "--port", "--uds", "--api-key"):
         if any(each.partition("=")[0] == owned for each in found):
-            raise InputError(f"--engine-args must not have {owned}: Outrider starts vLLM and talks to it by itself")
+            raise InputError(f"--engine-args must not have {owned}, which Outrider gives to vLLM; leave it out")
     return found
 
 
@@ -335,6 +317,19 @@ def flags_of(setup: Setup) -> tuple[str, ...]:
     if setup.ignore_generation_config:
         found += ["--generation-config", "vllm"]
     return tuple(found)
+
+
+def check_clients(launch: Launch, python: VllmPython, *, lossy: bool) -> None:
+    """Raise InputError where requests of others would get wrong tokens.
+
+    Args:
+        lossy: Whether that is allowed.
+    """
+    if must_be_greedy(launch, python) and not lossy:
+        raise InputError(
+            f"{GREEDY_ALONE}; serve plainly with --drafter none, or give --allow-lossy and let clients ask for "
+            "temperature 0 alone"
+        )
 
 
 def check_request(fields: Mapping[str, Any], launch: Launch, python: VllmPython) -> None:

@@ -42,11 +42,21 @@ class EngineChoice:
         """Whether vLLM runs."""
         return self.engine == VLLM
 
-    def process(self, setup: Setup, python: Path | None, **launch: object) -> VllmProcess:
+    def process(
+        self,
+        setup: Setup,
+        python: Path | None,
+        *,
+        keys: tuple[str, ...] | None = None,
+        shows_log: bool = False,
+        **launch: object,
+    ) -> VllmProcess:
         """vLLM's process for a setup, not started yet.
 
         Args:
             python: The Python that has vLLM.
+            keys: As of `VllmProcess`.
+            shows_log: As of `VllmProcess`.
             launch: Other fields of the launch.
         """
         from outrider.serve.vllm.launch import Launch
@@ -59,7 +69,8 @@ class EngineChoice:
                 "it has an environment of its own"
             )
         found = VllmPython.of(python)
-        process = VllmProcess(found, Launch.of(setup, found, self.engine_args, **launch), tell=tell)
+        wanted = Launch.of(setup, found, self.engine_args, **launch)
+        process = VllmProcess(found, wanted, keys=keys, shows_log=shows_log, tell=tell)
         try:
             process.launch = process.launch.exported(setup, process.folder / "drafter")
         except BaseException:

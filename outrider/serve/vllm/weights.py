@@ -14,7 +14,7 @@ MISSING = (404, 405)
 
 class WeightRoutes:
     """vLLM's routes for weights. They are there where vLLM was started with `VLLM_SERVER_DEV_MODE=1` and a
-    `--weight-transfer-config`; `outrider serve --engine vllm --admin-key KEY` does so.
+    `--weight-transfer-config`; `outrider serve --engine vllm --weight-updates` does so.
 
     Args:
         remote: The server.
@@ -60,7 +60,7 @@ class WeightRoutes:
             route = path.partition("?")[0]
             if error.status in MISSING:
                 raise InputError(
-                    f"this vLLM has no route {route}; start it with `outrider serve --engine vllm --admin-key KEY`, or "
-                    "with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"
+                    f"this vLLM has no route {route}; start it with `outrider serve --engine vllm --weight-updates`, "
+                    "or with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"
                 ) from error
             raise InputError(f"vLLM failed at {route}: {shortened(str(error))}") from error

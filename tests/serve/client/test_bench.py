@@ -4,31 +4,20 @@ import json
 
 import pytest
 
-from outrider.bench.side_by_side.arrivals import ClosedLoop, OpenLoop
 from outrider.bench.side_by_side.served import Served
-from outrider.serve.client.bench import RemotePlan, measure_remote, summary
+from outrider.cli.bench import BenchOptions
+from outrider.cli.bench_url import measure, summary
+from outrider.cli.request import RequestOptions
 from outrider.serve.client.remote import Remote
 from tests.cli.runs import run
 from tests.serve.served import NAME
 
 
-def plan(url: str, **fields) -> RemotePlan:
-    given = {
-        "remote": Remote(url=url),
-        "model": NAME,
-        "max_context": 512,
-        "workload": "built-in",
-        "num_prompts": 6,
-        "max_new_tokens": 12,
-        "fields": {"ignore_eos": True, "temperature": 0},
-    }
-    return RemotePlan(**given | fields)
-
-
-@pytest.mark.parametrize("load", [ClosedLoop(concurrency=3), OpenLoop(rate=30)], ids=lambda load: load.name)
+@pytest.mark.parametrize("load", [{"concurrency": "3"}, {"rate": "30"}], ids=str)
 def test_every_request_is_played_and_its_tokens_counted(url, load):
-    found = plan(url, loads=(load,), rounds=2)
-    rows = measure_remote(found)
+    request = RequestOptions(max_new_tokens=12, temperature=0, ignore_eos=True)
+    options = BenchOptions(num_prompts=6, rounds=2, **load)
+    rows = measure(Remote(url=url), {"id": NAME, "max_model_len": 512}, request, options)
     assert len(rows) == 2
     for row in rows:
         served = [Served.read(each) for each in row["served"]]
@@ -36,10 +25,11 @@ def test_every_request_is_played_and_its_tokens_counted(url, load):
         assert {each.num_tokens for each in served} == {12}
         assert all(each.arrived <= each.first <= each.ended for each in served)
         assert row["speculation"]["num_draft_tokens"] >= row["speculation"]["num_accepted_tokens"] > 0
-    told = summary(found, rows)
+    told = summary(rows)
     assert told["tokens"] == sum(row["tokens"] for row in rows)
     assert told["output_throughput"] == pytest.approx(told["tokens"] / told["seconds"])
     assert told["acceptance_length"] > 1
+    assert told["speculation"]["num_drafts"] == sum(row["speculation"]["num_drafts"] for row in rows)
     assert told["ttft"]["mean"] <= told["e2el"]["mean"]
 
 
@@ -57,9 +47,10 @@ def test_the_command_prints_a_line_for_each_load(monkeypatch, capsys, url):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--with", "length=fixed:3"], "--with and --url were given together"),
-        (["--sweep", "length=fixed:1..2"], "--sweep is not for servers"),
-        (["--target", "x"], "--url and --target were given together"),
+        (["--with", "length=fixed:3"], "--with is not for --url: a server has one configuration"),
+        (["--sweep", "length=fixed:1..2"], "--sweep is not for --url"),
+        (["--target", "x"], "--target is not for --url: the server has its own setup"),
+        (["--engine", "vllm"], "--engine is not for --url: the server has its own engine"),
     ],
 )
 def test_what_a_server_cannot_do_is_refused(monkeypatch, capsys, url, options, sentence):

@@ -68,7 +68,7 @@ def test_first_tokens_that_are_too_rare_are_counted_together():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--drafter", "ngram"], "--url and --drafter were given together"),
+        (["--drafter", "ngram"], "--drafter is not for --url: the server has its own setup"),
         (["--temperature", "0.7"], "a server tells its log-probabilities at temperature 1"),
         (["--model", "nobody"], "unknown model 'nobody'"),
     ],

@@ -11,6 +11,7 @@ import pytest
 from tests.cli.runs import run
 
 COMMANDS = {
+    "generate": ("--prompt", "a", "--max-new-tokens", "4"),
     "chat": ("--max-new-tokens", "4"),
     "bench": ("--num-prompts", "1", "--max-new-tokens", "4"),
     "prove": ("--num-draws", "0"),

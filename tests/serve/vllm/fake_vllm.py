@@ -1,20 +1,17 @@
 """A fake of vLLM's server: the routes and the counters that Outrider uses, and no model. It is run as vLLM's module is.
 
-It says the words of the prompt backwards. What it does otherwise is asked for by the prompt or by its flags.
+It says the last tokens of the prompt backwards, as streams alone. What it does otherwise its flags or a seed ask for.
 """
 
 import argparse
 import json
 import os
 import sys
-import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 HISTOGRAM = [1, 0, 1]
 """Of each answer: a draft of two tokens of which none was accepted, and one of which both were."""
-GO_ON = threading.Event()
-"""Set by a request, so that a stream goes on."""
 
 
 class State:
@@ -56,14 +53,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or "{}")
         route = self.path.partition("?")[0]
-        if route == "/v1/completions":
+        if route in ("/v1/completions", "/v1/chat/completions"):
             self.complete(body)
-        elif route == "/v1/chat/completions":
-            said = {"role": "assistant", "content": body["messages"][-1]["content"][::-1]}
-            self.say(200, {"object": "chat.completion", "choices": [{"index": 0, "message": said}]})
-        elif route == "/go_on":
-            GO_ON.set()
-            self.say(200, {})
         elif route == "/tokenize":
             text = body.get("prompt") or body["messages"][-1]["content"]
             tokens = [ord(letter) for letter in text[:20]]
@@ -93,33 +84,30 @@ class Handler(BaseHTTPRequestHandler):
         self.say(200, {"message": "done"})
 
     def complete(self, body: dict[str, Any]) -> None:
-        """Continue a prompt."""
-        if self.headers["authorization"] != f"Bearer {os.environ['VLLM_API_KEY']}":
+        """Continue a prompt or a conversation, as a stream."""
+        key = os.environ.get("VLLM_API_KEY")
+        if key is not None and self.headers["authorization"] != f"Bearer {key}":
             self.say(401, {"error": {"message": "Unauthorized"}})
             return
         STATE.requests += 1
-        tokens = body["prompt"] if isinstance(body["prompt"], list) else [ord(letter) for letter in body["prompt"]]
-        if tokens[:1] == [1]:
-            os._exit(7)
-        choice = {"index": 0, "text": "said", "token_ids": tokens[::-1][:4], "finish_reason": "length"}
+        prompt = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
+        tokens = prompt if isinstance(prompt, list) else [ord(letter) for letter in prompt]
+        said = tokens[::-1][:4]
         own = {"acceptance_histogram": HISTOGRAM, "num_draft_tokens": 4, "num_spec_steps": 2}
         about = {
-            "usage": {"prompt_tokens": len(tokens), "completion_tokens": len(choice["token_ids"])},
+            "usage": {"prompt_tokens": len(tokens), "completion_tokens": len(said)},
             "metrics": {"time_to_first_token_ms": 1.0, "generation_time_ms": 3.0, "speculative_decoding": own},
         }
-        if not body.get("stream"):
-            self.say(200, {"id": self.headers.get("x-request-id"), "choices": [choice]} | about)
-            return
         self.send_response(200)
         self.send_header("content-type", "text/event-stream; charset=utf-8")
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
-        self.chunk({"choices": [choice | {"text": "sa", "token_ids": choice["token_ids"][:1], "finish_reason": None}]})
-        if body.get("seed") == 1:
-            GO_ON.wait(10)
-        if body.get("seed") == 2:
-            os._exit(7)
-        self.chunk({"choices": [choice | {"text": "id", "token_ids": choice["token_ids"][1:]}]})
+        for text, ids, reason in (("sa", said[:1], None), ("id", said[1:], "length")):
+            written = {"delta": {"content": text}} if "messages" in body else {"text": text}
+            self.chunk({"choices": [{"index": 0, "token_ids": ids, "finish_reason": reason} | written]})
+            if body.get("seed") == 2:
+                # It dies in the middle of an answer.
+                os._exit(7)
         self.chunk({"choices": []} | about)
         self.piece(b"data: [DONE]\n\n")
         self.piece(b"")

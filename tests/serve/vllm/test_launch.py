@@ -9,7 +9,7 @@ import pytest
 from outrider import InputError
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_HEAD, EMBEDDED_TARGET
 from outrider.serve.vllm.error_line import error_line, last_words
-from outrider.serve.vllm.launch import Launch, check_request
+from outrider.serve.vllm.launch import Launch, check_clients, check_request
 from outrider.serve.vllm.options import EngineOptions
 from outrider.serve.vllm.process import VllmProcess
 from outrider.serve.vllm.python import VllmPython
@@ -92,8 +92,6 @@ def test_a_speculative_config_of_the_user_replaces_ours(python):
         ({"drafter": "dspark:path=/a/head"}, "vLLM drafts with dspark heads in its second model runner alone"),
         ({"drafter": "dflash2:path=/a/head"}, "and this build has none; use a head of another kind, such as dflash"),
         ({"drafter": "suffix"}, "vLLM's drafter suffix needs arctic-inference"),
-        ({"reproducible": True}, "--engine vllm has nothing like --reproducible: vLLM has no verifier `coupled`"),
-        ({"device_map": "auto"}, "--engine vllm has nothing like --device-map: vLLM places layers by its own flags"),
         ({"dtype": "float64"}, "vLLM does not compute in float64"),
     ],
 )
@@ -135,6 +133,14 @@ def test_a_build_for_cpus_that_drafts_is_asked_for_greedy_outputs_alone(python, 
         check_request(fields, drafts, gpu_python)
         check_request(fields, Launch(target="/a/target"), python)
     check_request({"temperature": 0.0}, drafts, python)
+
+
+def test_a_build_for_cpus_that_drafts_serves_others_only_where_wrong_tokens_are_allowed(python, gpu_python):
+    drafts, plain = Launch(target="/a/target", speculation=DRAFTS), Launch(target="/a/target")
+    with pytest.raises(InputError, match="serve plainly with --drafter none, or give --allow-lossy"):
+        check_clients(drafts, python, lossy=False)
+    for launch, where, lossy in ((drafts, python, True), (plain, python, False), (drafts, gpu_python, False)):
+        check_clients(launch, where, lossy=lossy)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +191,18 @@ def test_a_start_that_fails_tells_the_real_error_and_leaves_nothing(python):
         raise AssertionError
     assert not process.alive
     assert not process.folder.exists()
+
+
+def test_vllm_takes_one_key_and_never_by_its_arguments(python):
+    with pytest.raises(InputError, match="vLLM takes one key, and 2 were given"):
+        VllmProcess(python, Launch(target="t"), keys=("a", "b"))
+    for keys in (None, ("mine",), ()):
+        with VllmProcess(python, Launch(target="t"), keys=keys) as process:
+            seen = process.remote.get("/seen")
+            key = seen["environment"].get("VLLM_API_KEY")
+            assert (key == process.remote.key, key is None) == (True, keys == ())
+            assert key not in seen["arguments"]
+            assert keys != ("mine",) or key == "mine"
 
 
 def test_errors_are_found_in_logs_without_addresses():

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from outrider.bench.workloads.workload import BUILT_IN, read_workload
 from outrider.cli.remote import RemoteOptions
+from outrider.cli.supported import URL
 from outrider.core import progress
 from outrider.core.inputs import InputError
 from outrider.serve.client.proof import RemoteProof, prove
@@ -17,17 +18,18 @@ from outrider.setup import Setup
 NUM_PROMPTS = 4
 
 
-def prove_remote(
+def prove_url(
     setup: Setup, options: RemoteOptions, *, num_draws: int, temperature: float | None, seed: int, as_json: bool
 ) -> None:
     """Prove a server and print the findings. Exit status 1 if anything fails."""
+    URL.check(setup)
     if num_draws < 0:
         raise InputError(f"num_draws must be >= 0, got {num_draws}")
     if temperature not in (None, 1.0):
         raise InputError("a server tells its log-probabilities at temperature 1; leave out --temperature with --url")
-    remote = options.remote(setup)
+    remote = options.remote()
     prompts = [each.opening for each in read_workload(BUILT_IN).conversations if isinstance(each.opening, str)]
-    model = str(options.chosen(remote)["id"])
+    model = str(options.card(remote)["id"])
     with progress.shown(), progress.task("proving", NUM_PROMPTS + num_draws, "checks") as bar:
         proof = prove(
             remote,
