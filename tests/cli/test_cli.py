@@ -95,7 +95,10 @@ def stranger(tmp_path_factory) -> Path:
         (["--prompt", "a", "--json-schema", ""], "there is no JSON schema file"),
         (["--prompt", "a", "--json-schema", "x" * 5000], "there is no JSON schema file"),
         (["--prompt", "a", "--json-schema", "false"], "cannot accept any value"),
-        (["--prompt", "a", "--json-schema", '{"not": {}}'], "'not' (at #) is not enforced"),
+        (
+            ["--prompt", "a", "--json-schema", '{"not": {}}'],
+            'the JSON schema cannot be compiled: Unimplemented keys: ["not"]',
+        ),
         (["--prompt", "a", "--grammar", "/"], "there is no grammar file /"),
         (["--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file were given together"),
     ],

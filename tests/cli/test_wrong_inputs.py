@@ -198,6 +198,9 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_wrong_input_is_one_sentence_and_writes_nothing(monkeypatch, capsys, folder, line):
     monkeypatch.chdir(folder)
+    # On a busy machine, a line would say that something is loading.
+    for name in ("PATIENCE", "PERIOD"):
+        monkeypatch.setattr(f"outrider.core.progress.{name}", float("inf"))
     before = everything(folder)
     places = {"DIGITS": DIGITS, "TARGET": str(EMBEDDED_TARGET), "DRAFT": str(EMBEDDED_DRAFT)}
     arguments = shlex.split(line)
