@@ -429,7 +429,7 @@ def make(family: Family, text: str) -> object:
             from outrider.heads.recognition import drafter_at
 
             kind = drafter_at(text, {name: row.kind for name, row in known.items()})
-            return known[kind].made(path=text)
+            return known[kind].build(path=text)
         raise unknown(family, name, known)
     configured: Any = known[name].make
     values = field_values(f"{family} {name!r}", configured, rest, first=True)
@@ -442,7 +442,7 @@ def make(family: Family, text: str) -> object:
     ]
     if missing:
         raise InputError(f"{family} {name!r} needs {', '.join(missing)}, as in {name}:{missing[0]}=...")
-    return known[name].made(**values)
+    return known[name].build(**values)
 
 
 def is_place(text: str) -> bool:

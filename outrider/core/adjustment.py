@@ -23,14 +23,14 @@ class Adjustment:
         per_row: The settings of each row.
         penalties: Of the rows that have some; None if no row has.
         biases: Of all rows; None if there are none.
-        own: The processors that are asked row by row, for each row.
+        per_row_processors: The processors that are asked row by row, for each row.
         together: The processors that end every row's list and read no tokens. They get all rows at once.
     """
 
     per_row: Sequence[Sampling]
     penalties: "Penalties | None"
     biases: "_Biases | None"
-    own: Sequence[Sequence[Processor]]
+    per_row_processors: Sequence[Sequence[Processor]]
     together: Sequence[Processor]
 
     @classmethod
@@ -43,7 +43,7 @@ class Adjustment:
             per_row=per_row,
             penalties=Penalties.of(per_row, like),
             biases=_Biases.of(per_row, like),
-            own=[s.processors[: len(s.processors) - len(together)] for s in per_row],
+            per_row_processors=[s.processors[: len(s.processors) - len(together)] for s in per_row],
             together=together,
         )
 
@@ -53,8 +53,8 @@ class Adjustment:
         Args:
             before: Returns the text before each row; called only if a row's settings read it.
         """
-        asked, dtype = any(self.own), row_type(logits)
-        if asked or self.penalties is not None or self.biases is not None:
+        has_processors, dtype = any(self.per_row_processors), row_type(logits)
+        if has_processors or self.penalties is not None or self.biases is not None:
             scores = logits.to(dtype, copy=True, memory_format=torch.contiguous_format)
         else:
             scores = logits.to(dtype)
@@ -63,7 +63,7 @@ class Adjustment:
             self.penalties.take(scores, texts)
         if self.biases is not None:
             scores.view(-1).index_add_(0, self.biases.places, self.biases.values)
-        if asked:
+        if has_processors:
             scores = torch.stack([self._processed(row, part, texts) for row, part in enumerate(scores)])
         for processor in self.together:
             scores = processor(torch.empty(len(scores), 0, dtype=torch.long, device=scores.device), scores)
@@ -71,12 +71,12 @@ class Adjustment:
 
     def _processed(self, row: int, scores: Float[Tensor, " vocab"], texts: Before | None) -> Float[Tensor, " vocab"]:
         """A row after its own processors. They may change it in place."""
-        if texts is not None and self.own[row] and self.per_row[row].reads_prefix:
+        if texts is not None and self.per_row_processors[row] and self.per_row[row].reads_prefix:
             seen = texts.whole(row, scores.device)
         else:
             seen = torch.empty(0, dtype=torch.long, device=scores.device)
-        for processor in self.own[row]:
-            scores = _asked(processor, seen, scores)
+        for processor in self.per_row_processors[row]:
+            scores = _run_processor(processor, seen, scores)
         return scores
 
 
@@ -104,15 +104,15 @@ class Penalties:
         rows = np.array([row for row, s in enumerate(per_row) if s.penalises], dtype=np.int64)
         if not len(rows):
             return None
-        own, dtype = [per_row[row] for row in rows.tolist()], row_type(like)
-        counts = any(s.counts_output for s in own)
+        penalised, dtype = [per_row[row] for row in rows.tolist()], row_type(like)
+        counts = any(s.counts_output for s in penalised)
         return cls(
             rows=rows,
             first=upload(rows[:, None] * like.shape[1], like.device),
-            repetition=column([s.repetition_penalty for s in own], dtype, like.device),
-            frequency=column([s.frequency_penalty for s in own], dtype, like.device) if counts else None,
+            repetition=column([s.repetition_penalty for s in penalised], dtype, like.device),
+            frequency=column([s.frequency_penalty for s in penalised], dtype, like.device) if counts else None,
             # A number times a truth value is a float32 in torch, so this is one at every type of the scores.
-            presence=column([s.presence_penalty for s in own], torch.float32, like.device) if counts else None,
+            presence=column([s.presence_penalty for s in penalised], torch.float32, like.device) if counts else None,
         )
 
     def take(self, scores: Float[Tensor, "n vocab"], before: Before) -> None:
@@ -173,13 +173,13 @@ def _together(per_row: Sequence[Sampling]) -> Sequence[Processor]:
     return lists[0][len(lists[0]) - count :]
 
 
-def _asked(
+def _run_processor(
     processor: Processor, seen: Int[Tensor, " seen"], scores: Float[Tensor, " vocab"]
 ) -> Float[Tensor, " vocab"]:
     """What a processor makes of one row. Raises InputError where that is no row of the same tokens."""
-    made = processor(seen[None], scores[None])
-    if not isinstance(made, Tensor) or made.shape != (1, len(scores)):
+    processed = processor(seen[None], scores[None])
+    if not isinstance(processed, Tensor) or processed.shape != (1, len(scores)):
         name = getattr(processor, "__name__", type(processor).__name__)
-        shape = f"shape {tuple(made.shape)}" if isinstance(made, Tensor) else repr(made)
+        shape = f"shape {tuple(processed.shape)}" if isinstance(processed, Tensor) else repr(processed)
         raise InputError(f"the logits processor {name} must return scores of shape (1, {len(scores)}), got {shape}")
-    return made[0]
+    return processed[0]

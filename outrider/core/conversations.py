@@ -67,23 +67,23 @@ def conversation_of(fields: Mapping[str, Any]) -> RecordedConversation | None:
     name = next((name for name in FIELDS if fields.get(name) is not None), None)
     if name is None or (name == "prompt" and isinstance(fields[name], str)):
         return None
-    given = fields[name]
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise InputError(f"{name!r} must be a conversation, a list of texts or of messages, got {shown(given)}")
+    turns = fields[name]
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
+        raise InputError(f"{name!r} must be a conversation, a list of texts or of messages, got {shown(turns)}")
     asks = any(fields.get(each) is not None for each in QUESTIONS)
-    if name != "messages" and all(isinstance(each, str) for each in given):
-        return _of_texts(name, given, asks or (fields.get("category") is not None and len(given) % 2 == 0))
-    messages = tuple(_message(name, each) for each in given)
-    asked = [number for number, each in enumerate(messages) if each["role"] == "user"]
-    if asks and asked and not any(each["role"] == "assistant" for each in messages):
+    if name != "messages" and all(isinstance(each, str) for each in turns):
+        return _of_texts(name, turns, asks or (fields.get("category") is not None and len(turns) % 2 == 0))
+    messages = tuple(_message(name, each) for each in turns)
+    questions = [number for number, each in enumerate(messages) if each["role"] == "user"]
+    if asks and questions and not any(each["role"] == "assistant" for each in messages):
         shape = RecordShape(
             one="question",
             many="questions",
             meaning=f"each message of the user in `{name}` is a turn, with an answer of the model behind it",
             is_question=True,
         )
-        begin = messages[: asked[0] + 1]
-        return RecordedConversation(shape=shape, messages=begin, later=tuple(messages[n] for n in asked[1:]))
+        begin = messages[: questions[0] + 1]
+        return RecordedConversation(shape=shape, messages=begin, later=tuple(messages[n] for n in questions[1:]))
     return RecordedConversation(shape=RecordShape(one="conversation", many="conversations"), messages=messages)
 
 
@@ -98,16 +98,16 @@ def taken_for(counts: Counter[RecordShape], *, answers_first: bool = False) -> s
         >>> taken_for(Counter({shape: 80}))
         '80 MT-bench questions: each string of `turns` is a user turn'
     """
-    return "; ".join(_told(shape, count, answers_first) for shape, count in counts.items())
+    return "; ".join(_describe(shape, count, answers_first) for shape, count in counts.items())
 
 
-def _told(shape: RecordShape, count: int, answers_first: bool) -> str:
-    said = f"{count:,} {shape.one if count == 1 else shape.many}"
+def _describe(shape: RecordShape, count: int, answers_first: bool) -> str:
+    text = f"{count:,} {shape.one if count == 1 else shape.many}"
     if shape.meaning:
-        said += f": {shape.meaning}"
+        text += f": {shape.meaning}"
     if shape.is_question and answers_first:
-        said += " (only the first is answered here; `outrider bench` plays them all)"
-    return said
+        text += " (only the first is answered here; `outrider bench` plays them all)"
+    return text
 
 
 def _of_texts(name: str, texts: Sequence[str], asks: bool) -> RecordedConversation:
@@ -136,13 +136,13 @@ def _of_texts(name: str, texts: Sequence[str], asks: bool) -> RecordedConversati
     return RecordedConversation(shape=shape, messages=messages)
 
 
-def _message(name: str, given: Any) -> Mapping[str, Any]:
+def _message(name: str, entry: Any) -> Mapping[str, Any]:
     """A message with role and content, or ShareGPT's with from and value."""
-    message = dict(given) if isinstance(given, Mapping) else {}
+    message = dict(entry) if isinstance(entry, Mapping) else {}
     if "from" in message:
         speaker = message["from"]
         message = {"role": SPEAKERS.get(speaker, speaker), "content": message.get("value")}
     content = isinstance(message.get("content"), str | list) or bool(message.get("tool_calls"))
     if not isinstance(message.get("role"), str) or not content:
-        raise InputError(f"a message of {name!r} needs role and content, got {shown(given)}")
+        raise InputError(f"a message of {name!r} needs role and content, got {shown(entry)}")
     return message

@@ -109,8 +109,8 @@ class CoupledDice:
             others = self._others.pick_many(weights, count - 1, True, behind)
             return torch.cat([self.pick(weights, draws)[:, None], others], 1)
         best = (weights * self._of(draws, weights)).topk(min(count, weights.shape[1]), -1)
-        found = torch.where(best.values > 0, best.indices, -1)
-        return torch.nn.functional.pad(found, (0, count - found.shape[1]), value=-1)
+        picked = torch.where(best.values > 0, best.indices, -1)
+        return torch.nn.functional.pad(picked, (0, count - picked.shape[1]), value=-1)
 
     def gumbel(self, size: int, draws: Draws) -> Float[Tensor, "n size"]:
         return self._others.gumbel(size, draws)

@@ -269,10 +269,10 @@ def _without_replacement(
             passed = share >= below[:, i : i + 1]
             moved = torch.maximum(share + (above - below)[:, i : i + 1], above[:, i : i + 1])
             share = torch.where(passed, moved, share)
-        found = torch.searchsorted(running, share, right=True).clamp_max(weights.shape[1] - 1)
-        chosen.append(torch.where(available[:, None] > k, found, -1))
-        edges = torch.where(found > 0, running.gather(1, (found - 1).clamp_min(0)), 0.0)
-        below, above = torch.cat([below, edges], 1), torch.cat([above, running.gather(1, found)], 1)
+        drawn = torch.searchsorted(running, share, right=True).clamp_max(weights.shape[1] - 1)
+        chosen.append(torch.where(available[:, None] > k, drawn, -1))
+        edges = torch.where(drawn > 0, running.gather(1, (drawn - 1).clamp_min(0)), 0.0)
+        below, above = torch.cat([below, edges], 1), torch.cat([above, running.gather(1, drawn)], 1)
         below, order = below.sort(-1)
         above = above.gather(1, order)
     return torch.cat(chosen, 1)
@@ -284,10 +284,10 @@ def _one_by_one(weights: Float[Tensor, "n vocab"], uniforms: Float[Tensor, "coun
     for k, uniform in enumerate(uniforms):
         running = settled(left.cumsum(-1, dtype=torch.float64), left)
         total = running[:, -1:]
-        found = _where(running, total, uniform[:, None])
-        chosen.append(torch.where(total > 0, found, -1))
+        drawn = _where(running, total, uniform[:, None])
+        chosen.append(torch.where(total > 0, drawn, -1))
         if k + 1 < len(uniforms):
-            left = left.scatter(1, found, 0.0)
+            left = left.scatter(1, drawn, 0.0)
     return torch.cat(chosen, 1)
 
 
@@ -377,7 +377,7 @@ class PhiloxDice:
 
     def picks(self, draws: Draws, counts: Sequence[int], device: torch.device) -> list[Pick]:
         uniforms = _upload(self._uniforms(draws), device).split(list(counts))
-        return [InverseCdf(own) for own in uniforms]
+        return [InverseCdf(part) for part in uniforms]
 
     def pick_many(
         self, weights: Float[Tensor, "n vocab"], count: int, replace: bool, draws: Draws

@@ -124,8 +124,8 @@ def written(path: Path) -> Iterator[None]:
 
 def reason(error: BaseException) -> str:
     """What the system said, without the words of a library around it."""
-    said = (isinstance(error, OSError) and error.strerror) or str(error).partition("\n")[0]
-    return said.partition("I/O error: ")[2].partition(" (os error")[0] or said
+    message = (isinstance(error, OSError) and error.strerror) or str(error).partition("\n")[0]
+    return message.partition("I/O error: ")[2].partition(" (os error")[0] or message
 
 
 def sync(path: Path) -> None:

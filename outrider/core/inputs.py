@@ -78,7 +78,7 @@ def parse_json(text: str | bytes, what: str) -> Any:
         raise InputError(f"{what} cannot be read: its JSON holds a number of thousands of digits") from error
 
 
-def unknown(what: str, given: str, known: Iterable[str]) -> InputError:
+def unknown(what: str, name: str, known: Iterable[str]) -> InputError:
     """The error for an unknown name. It lists the known names and suggests a similar one.
 
     Example:
@@ -86,9 +86,9 @@ def unknown(what: str, given: str, known: Iterable[str]) -> InputError:
         unknown drafter 'ngrm'; did you mean 'ngram'? Available: ngram, suffix
     """
     names = list(known)
-    close = difflib.get_close_matches(given, names, n=1)
+    close = difflib.get_close_matches(name, names, n=1)
     guess = f"; did you mean {close[0]!r}?" if close else "."
-    return InputError(f"unknown {what} {shown(given)}{guess} Available: {', '.join(names) or 'no fields'}")
+    return InputError(f"unknown {what} {shown(name)}{guess} Available: {', '.join(names) or 'no fields'}")
 
 
 def whole(name: str, value: object) -> int:
@@ -102,14 +102,14 @@ def whole(name: str, value: object) -> int:
         outrider.core.inputs.InputError: max_new_tokens must be a whole number, got 4.5
     """
     try:
-        found = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        found = None
-    if found is None:
+        number = None
+    if number is None:
         raise InputError(f"{name} must be a whole number, got {shown(value)}")
-    if abs(found) > LARGEST:
-        raise InputError(f"{name} must be {'<= 2**64 - 1' if found > 0 else '> -2**64'}, got {shown(found)}")
-    return found
+    if abs(number) > LARGEST:
+        raise InputError(f"{name} must be {'<= 2**64 - 1' if number > 0 else '> -2**64'}, got {shown(number)}")
+    return number
 
 
 def number(name: str, value: object) -> float:

@@ -52,11 +52,11 @@ def nucleus_floor(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"], s
     """
     if rows.device.type != "cpu":
         return _of_sorted(rows, top_p)
-    found = _most_likely(rows, top_p) or _around(rows, top_p, spare)
-    running = torch.cat([found.before, found.probabilities], 1).cumsum(-1)[:, :-1]
-    dropped = (running >= top_p) | (found.probabilities == 0)
-    floor = found.probabilities.masked_fill(dropped, torch.inf).amin(-1, keepdim=True)
-    return floor.masked_fill_((top_p >= 1) | (found.total < top_p), 0.0)
+    candidates = _most_likely(rows, top_p) or _around(rows, top_p, spare)
+    running = torch.cat([candidates.before, candidates.probabilities], 1).cumsum(-1)[:, :-1]
+    dropped = (running >= top_p) | (candidates.probabilities == 0)
+    floor = candidates.probabilities.masked_fill(dropped, torch.inf).amin(-1, keepdim=True)
+    return floor.masked_fill_((top_p >= 1) | (candidates.total < top_p), 0.0)
 
 
 def _of_sorted(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"]) -> Float[Tensor, "n 1"]:

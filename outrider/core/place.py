@@ -134,8 +134,8 @@ def _of_file(name: str, file: Path, what: str) -> CheckpointPlace:
 
 def _of_directory(name: str, what: str) -> CheckpointPlace:
     """The place of a directory: its GGUF file where it holds nothing else that a model or a tokenizer could be."""
-    own = any(os.path.isfile(os.path.join(name, config)) for config in CONFIGS)
-    if own or (what == "tokenizer" and any(Path(name).glob("*token*"))):
+    has_config = any(os.path.isfile(os.path.join(name, config)) for config in CONFIGS)
+    if has_config or (what == "tokenizer" and any(Path(name).glob("*token*"))):
         return CheckpointPlace(name=name, folder=name)
     files = sorted(file.name for file in Path(name).glob(f"*{GGUF}"))
     if len(files) > 1:

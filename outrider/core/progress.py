@@ -71,8 +71,8 @@ class Display:
     ) -> None:
         self.tasks: list[ProgressTask] = []
         self._terminal, self._say, self._clock = terminal, say, clock
-        self._said_at = clock()
-        self._said: ProgressTask | None = None
+        self._reported_at = clock()
+        self._reported: ProgressTask | None = None
         self._bars: Any = None
         self._ids: dict[ProgressTask, Any] = {}
         self._lock = threading.RLock()
@@ -114,11 +114,11 @@ class Display:
 
     def _tell(self) -> None:
         newest, now = self.tasks[-1], self._clock()
-        silent = now - self._said_at
-        if silent >= PERIOD or (silent >= PATIENCE and newest is not self._said):
-            self._said_at, self._said = now, newest
-            told = "; ".join(task.line() for task in self.tasks)
-            self._say(f"{told} ({now - self.tasks[0].began:.0f} s)")
+        silent = now - self._reported_at
+        if silent >= PERIOD or (silent >= PATIENCE and newest is not self._reported):
+            self._reported_at, self._reported = now, newest
+            text = "; ".join(task.line() for task in self.tasks)
+            self._say(f"{text} ({now - self.tasks[0].began:.0f} s)")
 
     def _draw(self) -> None:
         now = self._clock()
@@ -185,14 +185,14 @@ def task(what: str, total: int | None = None, unit: str = "") -> Iterator[Progre
         >>> reading.done
         2
     """
-    made, display = ProgressTask(what, total, unit), _display
+    new_task, display = ProgressTask(what, total, unit), _display
     if display is not None:
-        display.add(made)
+        display.add(new_task)
     try:
-        yield made
+        yield new_task
     finally:
         if display is not None:
-            display.remove(made)
+            display.remove(new_task)
 
 
 @contextmanager

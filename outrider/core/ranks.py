@@ -43,18 +43,18 @@ def of_first(value: Any) -> Any:
     """A value of the first process, in every process."""
     if together() == 1:
         return value
-    told = [value]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def least(number: int | None) -> int | None:
     """The least of the processes' numbers; None if any is None."""
     if together() == 1:
         return number
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, number)
-    return None if None in found else min(found)
+    numbers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(numbers, number)
+    return None if None in numbers else min(numbers)
 
 
 def rows_of_first(rows: Tensor, others: Mapping[int, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:

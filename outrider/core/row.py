@@ -35,10 +35,10 @@ class Row:
     @property
     def make(self) -> type:
         """The class whose fields are the method's configuration."""
-        found: type = getattr(self.kind, "trained", self.kind)
-        return found
+        method: type = getattr(self.kind, "trained", self.kind)
+        return method
 
-    def made(self, **fields: Any) -> object:
+    def build(self, **fields: Any) -> object:
         """The method with a configuration."""
         return self.kind.at(**fields) if hasattr(self.kind, "at") else self.kind(**fields)
 

@@ -169,14 +169,14 @@ class _Group:
 
     @classmethod
     def of(cls, rows: slice, per_row: Sequence[Sampling], like: Float[Tensor, "_ vocab"], filters: bool) -> "_Group":
-        own, dtype = per_row[rows], row_type(like)
+        group, dtype = per_row[rows], row_type(like)
         # A tiny temperature may round to 0, so it has a floor.
-        temperatures = [max(s.temperature or 1.0, torch.finfo(dtype).tiny) for s in own]
+        temperatures = [max(s.temperature or 1.0, torch.finfo(dtype).tiny) for s in group]
         folds = min(temperatures) < FOLDED_FROM
         scales = folds or any(t != 1 for t in temperatures)
         scaled = column(temperatures, dtype, like.device) if scales else None
-        kept = _Filter.of(own, like) if filters else None
-        return cls(rows=rows, per_row=own, filter=kept, temperatures=scaled, folds=folds)
+        kept = _Filter.of(group, like) if filters else None
+        return cls(rows=rows, per_row=group, filter=kept, temperatures=scaled, folds=folds)
 
     def scale(self, rows: Float[Tensor, "n vocab"], scores: Float[Tensor, "n vocab"]) -> None:
         """Write scores over temperature into the rows."""

@@ -103,7 +103,7 @@ def texts_table(texts: Sequence[CommittedText], device: torch.device, vocab_size
             text._table, text._distinct, text._num_read = None, {}, 0
         fresh = dict.fromkeys(text.tokens[text._num_read :])
         new.append([token for token in fresh if token not in text._distinct])
-    most = max(len(text._distinct) + len(own) for text, own in zip(texts, new, strict=True))
+    most = max(len(text._distinct) + len(added) for text, added in zip(texts, new, strict=True))
     table = texts[0]._table
     if table is None or not fits or most > table.ids.shape[1]:
         table = _assembled(texts, device, vocab_size, counted, most)
@@ -141,8 +141,10 @@ def _assembled(
         if before is None:
             rows.append(torch.full((room,), text.tokens[0], device=device))
         else:
-            own = before.ids[text._row, :room]
-            rows.append(own if len(own) == room else torch.cat([own, own[:1].expand(room - len(own))]))
+            row_ids = before.ids[text._row, :room]
+            rows.append(
+                row_ids if len(row_ids) == room else torch.cat([row_ids, row_ids[:1].expand(room - len(row_ids))])
+            )
         if counted and (before is None or before.counts is None):
             counts.append(torch.zeros(vocab_size, dtype=torch.int32, device=device))
         elif counted and before is not None and before.counts is not None:
@@ -155,25 +157,25 @@ def _assembled(
 
 def _take_in(table: TextTable, texts: Sequence[CommittedText], new: Sequence[Sequence[int]]) -> None:
     """Write the new distinct tokens of each text into its row, and count the new tokens of its output."""
-    room, places, tokens, said = table.ids.shape[1], list[int](), list[int](), list[int]()
-    for row, (text, own) in enumerate(zip(texts, new, strict=True)):
+    room, places, tokens, output_places = table.ids.shape[1], list[int](), list[int](), list[int]()
+    for row, (text, fresh) in enumerate(zip(texts, new, strict=True)):
         first = row * room + len(text._distinct)
-        places += range(first, first + len(own))
-        tokens += own
-        text._distinct.update(dict.fromkeys(own))
+        places += range(first, first + len(fresh))
+        tokens += fresh
+        text._distinct.update(dict.fromkeys(fresh))
         if table.counts is not None:
             width = table.counts.shape[1]
-            said += [row * width + token for token in text.tokens[max(text._num_read, text.num_prompt) :]]
+            output_places += [row * width + token for token in text.tokens[max(text._num_read, text.num_prompt) :]]
         text._num_read = len(text.tokens)
-    if not places and not said:
+    if not places and not output_places:
         return
-    where, what, counted = upload(np.array([*places, *tokens, *said]), table.ids.device).split(
-        [len(places), len(places), len(said)]
+    where, what, counted = upload(np.array([*places, *tokens, *output_places]), table.ids.device).split(
+        [len(places), len(places), len(output_places)]
     )
     if places:
         table.ids.view(-1).index_copy_(0, where, what)
-    if table.counts is not None and said:
-        ones = torch.ones(len(said), dtype=torch.int32, device=table.ids.device)
+    if table.counts is not None and output_places:
+        ones = torch.ones(len(output_places), dtype=torch.int32, device=table.ids.device)
         table.counts.view(-1).index_add_(0, counted, ones)
 
 

@@ -80,9 +80,9 @@ class Sampling:
             (self.seed is None or self.seed >= 0, "seed must be >= 0", self.seed),
             (self.seed is None or self.seed <= LARGEST_SEED, "seed must be <= 2**64 - 1", self.seed),
         ]
-        for fine, rule, given in checks:
+        for fine, rule, value in checks:
             if not fine:
-                raise InputError(f"{rule}, got {given}")
+                raise InputError(f"{rule}, got {value}")
         if wrong := [bias for bias in self.logit_bias.values() if not bias < math.inf]:
             raise InputError(f"a logit_bias must be a number (-inf forbids a token), got {wrong[0]}")
         if names := STATEFUL.intersection(type(processor).__name__ for processor in self.processors):
