@@ -10,7 +10,7 @@ from outrider.decoding.drafting import drafter_of
 from outrider.decoding.progress import begin
 from outrider.decoding.protocol import Parts
 from outrider.drafters.protocol import Drafter
-from outrider.engine.prefixes import Found, Prefixes
+from outrider.engine.prefixes import Prefixes, PrefixMatch
 from outrider.engine.requests import most_tokens
 from outrider.engine.seats import Seat
 from outrider.engine.waiting import Waiting
@@ -136,19 +136,19 @@ class Admission:
         if not isinstance(target, SharesMemory):
             return True
         running = [other.state for other in self._running]
-        asked = [request, *(state.request for state in running)]
-        lengths = [min(most_tokens(each), target.max_context) for each in asked]
+        requests = [request, *(state.request for state in running)]
+        lengths = [min(most_tokens(each), target.max_context) for each in requests]
         if self._lender is not None and not target.holds([*lengths, *self.prefixes.lengths, *self._lender.lengths]):
             self._lender.clear()
         if target.holds([*lengths, *self.prefixes.lengths]):
             return True
         if not target.holds(lengths):
             return not running
-        found = self.prefixes.longest(request.prompt, running)
-        taken = found is not None and found.warm and found.is_mostly_shared
-        if found is not None and taken:
+        prefix = self.prefixes.longest(request.prompt, running)
+        taken = prefix is not None and prefix.warm and prefix.is_mostly_shared
+        if prefix is not None and taken:
             # It becomes the request's own, so it is released last and not counted.
-            self.prefixes.touch(found.state)
+            self.prefixes.touch(prefix.state)
         while len(self.prefixes) > taken:
             others = self.prefixes.lengths
             if target.holds([*lengths, *(others[:-1] if taken else others)]):
@@ -166,13 +166,13 @@ class Admission:
     def _start(self, seat: Seat, drafter: Drafter) -> Running:
         """Give a request a slot. If another text begins as its prompt does, the slot already holds that beginning."""
         prompt = seat.request.prompt
-        found = None
+        prefix = None
         if seat.request.prompt_logprobs is None:
-            found = self.prefixes.longest(prompt, [other.state for other in self._running])
-        if found is not None and self._goes_on(found):
-            state = self._taken_over(found, seat.request, drafter)
-        elif found is not None and found.shared >= LEAST_COPY and self._has_room_beside(found):
-            state = self._copied(found, seat.request, drafter)
+            prefix = self.prefixes.longest(prompt, [other.state for other in self._running])
+        if prefix is not None and self._goes_on(prefix):
+            state = self._taken_over(prefix, seat.request, drafter)
+        elif prefix is not None and prefix.shared >= LEAST_COPY and self._has_room_beside(prefix):
+            state = self._copied(prefix, seat.request, drafter)
         else:
             self._free_slot()
             return begin(replace(self.parts, drafter=drafter), seat.request)
@@ -191,24 +191,24 @@ class Admission:
         if self._is_full:
             (self._lender or self.prefixes).evict()
 
-    def _goes_on(self, found: Found) -> bool:
+    def _goes_on(self, prefix: PrefixMatch) -> bool:
         """Whether to take over the slot of an ended request: at least half of its text is shared, or its slot would be
         released next anyway.
         """
-        return found.warm and (found.is_mostly_shared or (self._is_full and self.prefixes.oldest is found.state))
+        return prefix.warm and (prefix.is_mostly_shared or (self._is_full and self.prefixes.oldest is prefix.state))
 
-    def _has_room_beside(self, found: Found) -> bool:
+    def _has_room_beside(self, prefix: PrefixMatch) -> bool:
         """Whether there is a slot for a copy. A warm slot may be released for it, but not the slot to copy."""
-        return not self._is_full or bool(self._lender) or len(self.prefixes) > found.warm
+        return not self._is_full or bool(self._lender) or len(self.prefixes) > prefix.warm
 
-    def _taken_over(self, found: Found, request: Request, drafter: Drafter) -> Running:
+    def _taken_over(self, prefix: PrefixMatch, request: Request, drafter: Drafter) -> Running:
         """Start a request in the slot of an ended one."""
-        old = found.state
+        old = prefix.state
         self.prefixes.take(old)
         try:
-            self.parts.target.truncate(old.slot, _known(found, drafter))
+            self.parts.target.truncate(old.slot, _known(prefix, drafter))
             if old.drafter is drafter:
-                drafter_state = drafter.reuse(old.drafter_state, request, found.shared)
+                drafter_state = drafter.reuse(old.drafter_state, request, prefix.shared)
             else:
                 drafter_of(old).close(old.drafter_state)
                 drafter_state = drafter.open(request)
@@ -217,16 +217,16 @@ class Admission:
             raise
         return self._running_in(old.slot, request, drafter, drafter_state)
 
-    def _copied(self, found: Found, request: Request, drafter: Drafter) -> Running:
+    def _copied(self, prefix: PrefixMatch, request: Request, drafter: Drafter) -> Running:
         """Start a request in a new slot, with a copy of the beginning that it shares with another request."""
-        old = found.state
-        if found.warm:
+        old = prefix.state
+        if prefix.warm:
             self.prefixes.touch(old)
         self._free_slot()
-        slot = self.parts.target.copy(old.slot, _known(found, drafter))
+        slot = self.parts.target.copy(old.slot, _known(prefix, drafter))
         try:
             if old.drafter is drafter:
-                drafter_state = drafter.fork(old.drafter_state, request, found.shared)
+                drafter_state = drafter.fork(old.drafter_state, request, prefix.shared)
             else:
                 drafter_state = drafter.open(request)
         except BaseException:
@@ -252,8 +252,8 @@ class Admission:
             drafter_of(running).close(running.drafter_state)
 
 
-def _known(found: Found, drafter: Drafter) -> int:
+def _known(prefix: PrefixMatch, drafter: Drafter) -> int:
     """How many tokens need no prefill: the shared ones, up to where the drafter must see hidden states again."""
-    if found.state.drafter is drafter:
-        return min(found.shared, drafter.needs(found.state.drafter_state, found.shared))
-    return 0 if drafter.taps else found.shared
+    if prefix.state.drafter is drafter:
+        return min(prefix.shared, drafter.needs(prefix.state.drafter_state, prefix.shared))
+    return 0 if drafter.taps else prefix.shared

@@ -95,7 +95,7 @@ class Crowd:
         look: Returns what the cores have done up to now.
     """
 
-    told: ClassVar[bool] = False
+    has_warned: ClassVar[bool] = False
     """Whether a warning was given in this process."""
 
     def __init__(self, look: Callable[[], CoreUsage] = CoreUsage.now) -> None:
@@ -122,8 +122,8 @@ class Crowd:
         if seen is None:
             return None
         first, self._first = self._first, False
-        idle = seen.free - seen.own
-        if threads <= seen.free + (FIRST_MARGIN if first else MARGIN) or (first and idle > MARGIN):
+        idle_cores = seen.free - seen.own
+        if threads <= seen.free + (FIRST_MARGIN if first else MARGIN) or (first and idle_cores > MARGIN):
             return None
         return _sentence(None if first else slower, threads, seen.free)
 
@@ -141,7 +141,7 @@ class Crowd:
 
 def warn_of_crowd(crowd: Crowd, steps: Sequence[Step]) -> None:
     """Give a Python warning if the steps of an iteration show that the machine is crowded; once per process."""
-    if Crowd.told or not steps:
+    if Crowd.has_warned or not steps:
         return
     sentence = crowd.note(
         requests=len(steps),
@@ -150,7 +150,7 @@ def warn_of_crowd(crowd: Crowd, steps: Sequence[Step]) -> None:
         threads=torch.get_num_threads(),
     )
     if sentence is not None:
-        Crowd.told = True
+        Crowd.has_warned = True
         warnings.warn(CrowdedWarning(sentence), stacklevel=2)
 
 
@@ -161,11 +161,11 @@ def _sentence(slower: float | None, threads: int, free: float) -> str:
         slower: How many times as long as before steps take; None if it is not known.
     """
     cause = f"torch has {threads} threads, and other processes leave only {free:.1f} cores free for them"
-    found = f"{cause}, which can make steps many times slower"
+    problem = f"{cause}, which can make steps many times slower"
     if slower is not None:
-        found = f"steps take {slower:.0f} times as long as before: {cause}"
+        problem = f"steps take {slower:.0f} times as long as before: {cause}"
     fewer = max(1, min(int(free), threads - 1))
     return (
-        f"{found}; use fewer threads (threads={fewer} in Python, --threads {fewer} on the command line), or wait until "
-        "the machine is less busy"
+        f"{problem}; use fewer threads (threads={fewer} in Python, --threads {fewer} on the command line), or wait "
+        "until the machine is less busy"
     )

@@ -265,31 +265,33 @@ class Engine:
 
         Raises InputError if it cannot be run. The arguments are those of `add`.
         """
-        asked = Generation.of(options, {})
+        generation = Generation.of(options, {})
         if isinstance(prompt, Request):
             usual = Generation()
-            check_beside(prompt, id, [name for name, value in vars(asked).items() if value is not vars(usual)[name]])
+            check_beside(
+                prompt, id, [name for name, value in vars(generation).items() if value is not vars(usual)[name]]
+            )
             request = prompt
         else:
-            beside = {name: getattr(asked, name) for name in BESIDE_MESSAGES}
+            beside = {name: getattr(generation, name) for name in BESIDE_MESSAGES}
             request = Request(
                 id=id or uuid.uuid4().hex[:12],
                 prompt=tuple(encode(prompt, self.tokenizer, **beside)),
-                max_new_tokens=asked.max_new_tokens,
-                sampling=asked.sampling or self.sampling,
-                eos_ids=self.ends(asked),
-                prediction=tuple(asked.prediction),
-                stop=self.stops(asked),
-                **{name: getattr(asked, name) for name in OF_BOTH},
+                max_new_tokens=generation.max_new_tokens,
+                sampling=generation.sampling or self.sampling,
+                eos_ids=self.ends(generation),
+                prediction=tuple(generation.prediction),
+                stop=self.stops(generation),
+                **{name: getattr(generation, name) for name in OF_BOTH},
             )
             if self.rules is not None and request.prompt:
                 rules = self.rules.of(request.prompt, request.max_new_tokens)
                 settings = replace(request.sampling, processors=(*rules, *request.sampling.processors))
                 request = replace(request, sampling=settings)
         width, rule = self.parts.target.vocab_size, request.constraint
-        if asked.constraint is not None:
-            rule = bound(asked.constraint, self.tokenizer, width, request.eos_ids)
-        rule = narrowed(rule, asked.allowed_token_ids, asked.bad_words, self.tokenizer, width)
+        if generation.constraint is not None:
+            rule = bound(generation.constraint, self.tokenizer, width, request.eos_ids)
+        rule = narrowed(rule, generation.allowed_token_ids, generation.bad_words, self.tokenizer, width)
         if rule is not request.constraint:
             request = replace(request, constraint=rule)
         if self._needs_seeds and request.sampling.seed is None and request.sampling.temperature > 0:
@@ -302,8 +304,8 @@ class Engine:
 
     def ends(self, options: Generation) -> frozenset[int]:
         """The tokens that end an output made with these options. Raises InputError for unknown tokens."""
-        own = frozenset() if options.ignore_eos else self.eos_ids
-        return own | tokens("stop_token_ids", options.stop_token_ids, self.parts.target.vocab_size)
+        eos_ids = frozenset() if options.ignore_eos else self.eos_ids
+        return eos_ids | tokens("stop_token_ids", options.stop_token_ids, self.parts.target.vocab_size)
 
     def stops(self, options: Generation) -> tuple[str, ...]:
         """The strings that end an output made with these options."""
@@ -394,13 +396,13 @@ class Engine:
             options: What is asked of each request.
             keywords: Other fields of `Generation`; they override those of `options`.
         """
-        asked = Generation.of(options, keywords)
+        generation = Generation.of(options, keywords)
         prompts, n = listed(prompts), whole("n", n)
         check_count(n, len(prompts))
         if errors not in ("raise", "return"):
             raise InputError(f"errors must be 'raise' or 'return', got {errors!r}")
-        settings = one_each(asked.sampling if sampling is None else sampling, len(prompts), "samplings")
-        rules = one_each(asked.constraint if constraint is None else constraint, len(prompts), "constraints")
+        settings = one_each(generation.sampling if sampling is None else sampling, len(prompts), "samplings")
+        rules = one_each(generation.constraint if constraint is None else constraint, len(prompts), "constraints")
         ids: list[str] = []
         steps: dict[str, list[Step]] = {}
         outputs: dict[str, Output] = {}
@@ -408,8 +410,8 @@ class Engine:
             for prompt, setting, rule in zip(prompts, settings, rules, strict=True):
                 for k in range(n):
                     # mypy infers `object` for the type of a constraint.
-                    own = replace(asked, sampling=nth(setting, k), constraint=rule)  # type: ignore[arg-type]
-                    ids.append(self._claimed(prompt, own))
+                    for_sample = replace(generation, sampling=nth(setting, k), constraint=rule)  # type: ignore[arg-type]
+                    ids.append(self._claimed(prompt, for_sample))
                     steps[ids[-1]] = []
             while len(outputs) < len(ids):
                 for update in self._wait([id for id in ids if id not in outputs]):
@@ -488,11 +490,11 @@ class Engine:
     @alone
     def _wait(self, ids: Sequence[str]) -> list[Update]:
         """Updates of claimed requests: unread ones from other callers' steps, otherwise those of a new step."""
-        found = [update for id in ids for update in self._mail.take(id)]
-        if not found:
+        updates = [update for id in ids for update in self._mail.take(id)]
+        if not updates:
             self._advance()
-            found = [update for id in ids for update in self._mail.take(id)]
-        return found
+            updates = [update for id in ids for update in self._mail.take(id)]
+        return updates
 
     @alone
     def _leave(self, ids: Sequence[str]) -> None:

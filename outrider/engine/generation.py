@@ -116,9 +116,11 @@ def takes_options(method: Callable[Parameters, Result]) -> Callable[Parameters, 
     names with an InputError.
     """
     signature = inspect.signature(method)
-    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    named_parameters = [
+        each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
     options = inspect.signature(Generation).parameters.values()
-    parameters = [*own, *(each for each in options if each.name not in signature.parameters)]
+    parameters = [*named_parameters, *(each for each in options if each.name not in signature.parameters)]
     names = [each.name for each in parameters if each.name != "self"]
 
     @functools.wraps(method)

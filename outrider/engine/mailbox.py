@@ -36,6 +36,6 @@ class Mailboxes:
     def take(self, id: str | None = None) -> list[Update]:
         """Remove and return the unread updates of a claimed request, or of all unclaimed requests."""
         box = self._unclaimed if id is None else self._claimed[id]
-        found = list(box)
+        updates = list(box)
         box.clear()
-        return found
+        return updates

@@ -14,7 +14,7 @@ BLOCK = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class PrefixMatch:
     """A request whose text begins like a prompt.
 
     Attributes:
@@ -125,10 +125,10 @@ class Prefixes:
                 coming.append(_shared(state.tokens, prompt, end))
         if not coming:
             return False
-        found = self.longest(prompt, running)
-        return max(coming) - (0 if found is None else found.shared) >= least
+        prefix = self.longest(prompt, running)
+        return max(coming) - (0 if prefix is None else prefix.shared) >= least
 
-    def longest(self, prompt: Sequence[int], running: Iterable[Running]) -> Found | None:
+    def longest(self, prompt: Sequence[int], running: Iterable[Running]) -> PrefixMatch | None:
         """The request with the longest common beginning; an ended request wins a tie; None if there is none."""
         prompt = list(prompt)
         num_warm, most, best = len(self._warm), 0, None
@@ -138,7 +138,7 @@ class Prefixes:
                 continue
             num_read = min(self.parts.target.length(state.slot), len(prompt) - 1)
             if (shared := _shared(state.tokens, prompt, num_read)) > most:
-                most, best = shared, Found(state=state, shared=shared, warm=i < num_warm)
+                most, best = shared, PrefixMatch(state=state, shared=shared, warm=i < num_warm)
         return best
 
 

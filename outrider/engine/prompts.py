@@ -55,10 +55,10 @@ def encode(
     if isinstance(prompt, Mapping) and "messages" in prompt:
         for name in prompt.keys() - {"messages", *BESIDE_MESSAGES}:
             raise InputError(f"a prompt with messages may also hold {', '.join(BESIDE_MESSAGES)}; this holds {name!r}")
-        own = {name: prompt[name] for name in BESIDE_MESSAGES if prompt.get(name) is not None}
-        if both := sorted(arguments.keys() & own.keys()):
+        of_prompt = {name: prompt[name] for name in BESIDE_MESSAGES if prompt.get(name) is not None}
+        if both := sorted(arguments.keys() & of_prompt.keys()):
             raise InputError(f"{both[0]} is given with the messages and as an option; give it once")
-        arguments, prompt = arguments | own, prompt["messages"]
+        arguments, prompt = arguments | of_prompt, prompt["messages"]
         if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
             raise InputError(f"messages must be a list of chat messages, got {reprlib.repr(prompt)}")
     ids = _ids(prompt)
@@ -105,14 +105,14 @@ def _ids(prompt: Prompt) -> list[int] | None:
             )
         mask = _one_row(prompt["attention_mask"]) if prompt.get("attention_mask") is not None else None
         prompt = _one_row(prompt["input_ids"])
-    given = prompt.tolist() if isinstance(prompt, np.ndarray | Tensor) else prompt
-    if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray):
+    items = prompt.tolist() if isinstance(prompt, np.ndarray | Tensor) else prompt
+    if not isinstance(items, Sequence) or isinstance(items, bytes | bytearray):
         raise InputError(f"{WANTED}, got {reprlib.repr(prompt)}")
-    ids = [int(token) for token in given if isinstance(token, Integral)]
-    foreign = [each for each in given if not isinstance(each, Integral if ids or mask is not None else Mapping)]
-    if len(ids) < len(given) and foreign:
+    ids = [int(token) for token in items if isinstance(token, Integral)]
+    foreign = [each for each in items if not isinstance(each, Integral if ids or mask is not None else Mapping)]
+    if len(ids) < len(items) and foreign:
         raise InputError(f"{WANTED}; this list holds {reprlib.repr(foreign[0])}")
-    if len(ids) < len(given):
+    if len(ids) < len(items):
         return None
     if mask is not None and len(mask) != len(ids):
         raise InputError(f"attention_mask has {len(mask)} marks for {len(ids)} tokens; give one per token")
@@ -128,23 +128,23 @@ def rows(batch: Mapping[str, Any]) -> list[Prompt]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _one_row(given: Any) -> Any:
+def _one_row(value: Any) -> Any:
     """The only row of a batch; a row is returned unchanged."""
-    found = _list(given)
-    if isinstance(found, Sequence) and found and not isinstance(found[0], Integral):
-        if len(found) > 1:
-            raise InputError(f"a prompt is one row of token ids, got {len(found)} rows; give each as a prompt")
-        return found[0]
-    return found
+    rows = _list(value)
+    if isinstance(rows, Sequence) and rows and not isinstance(rows[0], Integral):
+        if len(rows) > 1:
+            raise InputError(f"a prompt is one row of token ids, got {len(rows)} rows; give each as a prompt")
+        return rows[0]
+    return rows
 
 
-def _list(given: Any) -> Any:
+def _list(value: Any) -> Any:
     """A tensor or an array as lists."""
-    return given.tolist() if isinstance(given, np.ndarray | Tensor) else given
+    return value.tolist() if isinstance(value, np.ndarray | Tensor) else value
 
 
 def _chat(
-    given: Any,
+    conversation: Any,
     tokenizer: PreTrainedTokenizerBase | None,
     tools: Any = None,
     documents: Any = None,
@@ -153,7 +153,7 @@ def _chat(
     """Token ids of chat messages."""
     if tokenizer is None:
         raise InputError(NO_TOKENIZER)
-    messages = [_message(each) for each in given]
+    messages = [_message(each) for each in conversation]
     more = _template_arguments(tokenizer, tools, documents, chat_template_kwargs)
     if "add_generation_prompt" not in more and "continue_final_message" not in more:
         continues = messages[-1]["role"] == "assistant"
@@ -187,27 +187,27 @@ def _template_arguments(
             raise InputError(f"{name} must be a list of JSON objects, got {reprlib.repr(each)}")
     if others is not None and not isinstance(others, Mapping):
         raise InputError(f"chat_template_kwargs must be a JSON object, got {reprlib.repr(others)}")
-    own = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {*OPENING, "kwargs"}
-    if taken := sorted(own.intersection(others or ())):
+    reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {*OPENING, "kwargs"}
+    if taken := sorted(reserved.intersection(others or ())):
         raise InputError(f"chat_template_kwargs holds {taken[0]!r}, which is no argument of a template; leave it out")
-    given = {"tools": tools, "documents": documents}
-    given = {name: list(value) for name, value in given.items() if value} | dict(others or {})
-    if tokenizer.chat_template is None and "chat_template" not in given:
+    arguments = {"tools": tools, "documents": documents}
+    arguments = {name: list(value) for name, value in arguments.items() if value} | dict(others or {})
+    if tokenizer.chat_template is None and "chat_template" not in arguments:
         raise InputError("the target's tokenizer has no chat template; give the prompt as a string")
-    template = str(given.get("chat_template") or tokenizer.get_chat_template(tools=given.get("tools")))
-    for name in given:
+    template = str(arguments.get("chat_template") or tokenizer.get_chat_template(tools=arguments.get("tools")))
+    for name in arguments:
         if name not in OPENING and not reads(template, str(name)):
             raise InputError(f"the target's chat template does not read {name}; leave it out, or give another template")
-    return given
+    return arguments
 
 
-def _message(given: object) -> dict[str, Any]:
+def _message(entry: object) -> dict[str, Any]:
     """A chat message. Raises InputError where it has no role or says nothing: a template would leave a gap there."""
-    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
-        raise InputError(f"a chat message needs a role, such as 'user', got {given!r}")
-    if given.get("content") is None and not given.get("tool_calls"):
-        raise InputError(f"a chat message needs content, got {given!r}")
-    message = {key: _unicode(said) if isinstance(said, str) else said for key, said in given.items()}
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
+        raise InputError(f"a chat message needs a role, such as 'user', got {entry!r}")
+    if entry.get("content") is None and not entry.get("tool_calls"):
+        raise InputError(f"a chat message needs content, got {entry!r}")
+    message = {key: _unicode(value) if isinstance(value, str) else value for key, value in entry.items()}
     if not isinstance(message.get("content"), str | None):
         message["content"] = _unicode(_joined(message["content"]))
     return message

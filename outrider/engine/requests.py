@@ -63,11 +63,11 @@ def check_beside(request: Request, id: str | None, names: Iterable[str]) -> None
         id: The name that was given.
         names: Options that were given.
     """
-    given = ["id"] if id is not None and id != request.id else []
-    given += [name for name in names if name not in BESIDE_REQUESTS]
-    if given:
+    conflicts = ["id"] if id is not None and id != request.id else []
+    conflicts += [name for name in names if name not in BESIDE_REQUESTS]
+    if conflicts:
         raise InputError(
-            f"{given[0]} is given beside a Request, which has its own settings; make the Request with "
+            f"{conflicts[0]} is given beside a Request, which has its own settings; make the Request with "
             f"dataclasses.replace, or give the prompt instead of a Request (beside it: {', '.join(BESIDE_REQUESTS)})"
         )
 
@@ -147,28 +147,28 @@ def narrowed(
     """A constraint, and with it the tokens that an option allows and the words that another forbids; None if nothing
     is forbidden.
     """
-    found: list[Constraint] = [] if constraint is None else [constraint]
+    constraints: list[Constraint] = [] if constraint is None else [constraint]
     if allowed_token_ids is not None:
         allowed = tokens("allowed_token_ids", allowed_token_ids, vocab_size)
         if not allowed:
             raise InputError("allowed_token_ids must name at least one token; leave it out to allow all")
-        found.append(AllowedTokens.of(allowed, vocab_size))
+        constraints.append(AllowedTokens.of(allowed, vocab_size))
     if words:
-        found.append(bad_words(words, tokenizer, vocab_size))
-    return AllOf(constraints=tuple(found)) if len(found) > 1 else found[0] if found else None
+        constraints.append(bad_words(words, tokenizer, vocab_size))
+    return AllOf(constraints=tuple(constraints)) if len(constraints) > 1 else constraints[0] if constraints else None
 
 
-def one_each(given: Setting | Sequence[Setting] | None, count: int, what: str) -> list[Setting | None]:
+def one_each(settings: Setting | Sequence[Setting] | None, count: int, what: str) -> list[Setting | None]:
     """One setting per prompt, from one for all or a list of them.
 
     Args:
         what: What the settings are called.
     """
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        return [given] * count
-    if len(given) != count:
-        raise InputError(f"got {len(given)} {what} for {count} prompts; give one, or one per prompt")
-    return list(given)
+    if not isinstance(settings, Sequence) or isinstance(settings, str):
+        return [settings] * count
+    if len(settings) != count:
+        raise InputError(f"got {len(settings)} {what} for {count} prompts; give one, or one per prompt")
+    return list(settings)
 
 
 def texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -180,15 +180,15 @@ def texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def tokens(name: str, given: Sequence[int], vocab_size: int) -> frozenset[int]:
+def tokens(name: str, token_ids: Sequence[int], vocab_size: int) -> frozenset[int]:
     """Token ids of an option, all of them in the vocabulary."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise InputError(f"{name} must be a list of token ids, got {given!r}")
-    found = frozenset(whole(f"a token of {name}", token) for token in given)
-    for token in sorted(found):
+    if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
+        raise InputError(f"{name} must be a list of token ids, got {token_ids!r}")
+    ids = frozenset(whole(f"a token of {name}", token) for token in token_ids)
+    for token in sorted(ids):
         if not 0 <= token < vocab_size:
             raise InputError(f"{name} holds token id {token}, which is not in 0 .. {vocab_size - 1}")
-    return found
+    return ids
 
 
 def listed(prompts: object) -> list[Prompt]:

@@ -136,11 +136,11 @@ class Schedule:
         seats = [chunk.seat for chunk in chunks]
         marks = [mark(seat.state) for seat in seats]
         try:
-            found = prefill_chunk(self.parts, [seat.state for seat in seats], [chunk.count for chunk in chunks])
+            logprobs = prefill_chunk(self.parts, [seat.state for seat in seats], [chunk.count for chunk in chunks])
         except BaseException as error:
             self._failed(seats, marks, error)
         else:
-            for chunk, scores in zip(chunks, found, strict=True):
+            for chunk, scores in zip(chunks, logprobs, strict=True):
                 chunk.seat.ready = chunk.last
                 if scores is not None:
                     chunk.seat.note_prompt(chunk.end - chunk.count, scores)
@@ -165,9 +165,9 @@ class Schedule:
         except BaseException as error:
             self._failed(seats, marks, error)
         else:
-            for made in steps:
-                by_id[made.request].ready = True
-                self._deliver(self._update(by_id[made.request], made))
+            for step in steps:
+                by_id[step.request].ready = True
+                self._deliver(self._update(by_id[step.request], step))
             if comparable and self._timed is not None:
                 self._timed(steps)
 
@@ -191,9 +191,9 @@ class Schedule:
             return False
         return True
 
-    def _update(self, seat: Seat, made: Step) -> Update:
-        tokens = list(made.tokens)
-        seat.note(made)
+    def _update(self, seat: Seat, step: Step) -> Update:
+        tokens = list(step.tokens)
+        seat.note(step)
         text = seat.ending.take()
         reason: FinishReason | None = None
         if seat.ended or seat.ending.stopped or tokens[-1] in seat.request.eos_ids:
@@ -201,10 +201,10 @@ class Schedule:
         elif tokens_left(self.parts, seat.state) == 0:
             reason = "length"
         if reason is None:
-            return Update(id=made.request, tokens=tokens, text=text, step=made, times=seat.times)
+            return Update(id=step.request, tokens=tokens, text=text, step=step, times=seat.times)
         text += seat.ending.finish()
         output = self._finish(seat, reason)
-        return Update(id=made.request, tokens=tokens, text=text, output=output, step=made, times=seat.times)
+        return Update(id=step.request, tokens=tokens, text=text, output=output, step=step, times=seat.times)
 
     def _fail(self, seat: Seat, error: Exception) -> None:
         """End a request by an error."""

@@ -57,30 +57,30 @@ class Seat:
                     break
         return self.ending.keep(tokens)
 
-    def note(self, made: Step) -> None:
+    def note(self, step: Step) -> None:
         """Count a step."""
         self.suspect = False
-        self.num_draft_tokens += made.num_draft_tokens
-        self.accepted.append(made.num_accepted_tokens)
-        self.logprobs += made.logprobs or ()
-        self.top_logprobs += made.top_logprobs or ()
+        self.num_draft_tokens += step.num_draft_tokens
+        self.accepted.append(step.num_accepted_tokens)
+        self.logprobs += step.logprobs or ()
+        self.top_logprobs += step.top_logprobs or ()
         now, first = time.monotonic(), self.times.first
         self.times = replace(self.times, first=now if first is None else first, last=now)
 
-    def note_prompt(self, start: int, found: LogProbs) -> None:
+    def note_prompt(self, start: int, scores: LogProbs) -> None:
         """Note the log-probabilities of the prompt's tokens behind a prefilled chunk.
 
         Args:
             start: Number of the chunk's first token in the prompt.
         """
-        own, top = self.prompt.own, self.prompt.top
+        logprobs, top = self.prompt.own, self.prompt.top
         # A chunk that was prefilled before an undone step comes again.
-        del own[start + 1 :], top[start + 1 :]
-        chosen = found.chosen or ()
-        own += chosen
-        top += found.top or [{} for _ in chosen]
+        del logprobs[start + 1 :], top[start + 1 :]
+        chosen = scores.chosen or ()
+        logprobs += chosen
+        top += scores.top or [{} for _ in chosen]
         # After a step was undone, output tokens are prefilled too.
-        del own[len(self.request.prompt) :], top[len(self.request.prompt) :]
+        del logprobs[len(self.request.prompt) :], top[len(self.request.prompt) :]
 
     def start_over(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """After a step was undone: rebuild the text from the committed tokens; none of it is handed out again."""
@@ -94,7 +94,7 @@ class Seat:
         tokens = [] if self.running is None else self.running.output
         running = self.running
         predicted = (0, 0) if running is None else drafter_of(running).predicted(running.drafter_state)
-        deepest, asked = max(self.accepted, default=0), self.request.logprobs
+        deepest, wanted = max(self.accepted, default=0), self.request.logprobs
         return Output(
             id=self.request.id,
             prompt_tokens=len(self.request.prompt),
@@ -108,8 +108,8 @@ class Seat:
             accepted_per_position=[sum(count > i for count in self.accepted) for i in range(deepest)],
             block_efficiency=len(tokens) / max(1, len(self.accepted)),
             seconds=time.monotonic() - self.times.admitted if self.times.admitted is not None else 0.0,
-            logprobs=self.logprobs if asked is not None else None,
-            top_logprobs=[dict(each) for each in self.top_logprobs] if asked else None,
+            logprobs=self.logprobs if wanted is not None else None,
+            top_logprobs=[dict(each) for each in self.top_logprobs] if wanted else None,
             prompt_logprobs=self.prompt if self.request.prompt_logprobs is not None else None,
             context_full=reason == "length" and len(tokens) < self.request.max_new_tokens,
             stop_reason=self._stop_reason if reason == "stop" else None,

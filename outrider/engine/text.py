@@ -175,12 +175,12 @@ class Ending:
         self.text += piece
         if self._num_tokens <= self._min_tokens:
             return False
-        found = []
+        matches = []
         for stop in self._stop:
             if (at := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0:
-                found.append((at + len(stop), at, stop))
-        if found:
-            end, start, self.stopped_by = min(found)
+                matches.append((at + len(stop), at, stop))
+        if matches:
+            end, start, self.stopped_by = min(matches)
             self.text = self.text[: end if self._include_stop else start]
         return self.stopped
 
