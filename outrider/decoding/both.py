@@ -19,9 +19,9 @@ def in_turn(draft: Callable[[], Drafted], read: Callable[[], Read], clock: StepC
     """Run drafting and verifying in turn; `Timing.overlap` says how much two devices would have saved."""
     drafted = draft()
     clock.lap("drafter")
-    found = read()
+    reading = read()
     clock.then(_two_devices)
-    return drafted, found
+    return drafted, reading
 
 
 def at_once(
@@ -41,14 +41,14 @@ def at_once(
 
     def drafting() -> tuple[Drafted, Timing]:
         with nullcontext() if side is None else torch.cuda.stream(side):
-            own = clock_on(device, clock.now)
+            worker_clock = clock_on(device, clock.now)
             drafted = draft()
-            own.lap("drafter")
-        return drafted, own.timing
+            worker_clock.lap("drafter")
+        return drafted, worker_clock.timing
 
     future = worker.submit(drafting)
     try:
-        found = read()
+        reading = read()
         wait([future])
     except BaseException as error:
         wait([future])
@@ -60,7 +60,7 @@ def at_once(
         torch.cuda.current_stream(device).wait_stream(side)
     clock.lap("rest")
     clock.then(functools.partial(_one_machine, beside))
-    return drafted, found
+    return drafted, reading
 
 
 def _two_devices(timing: Timing) -> None:

@@ -25,10 +25,10 @@ def drafter_of(state: Running) -> Drafter:
 
 def groups(states: Sequence[Running]) -> list[tuple[Drafter, list[int]]]:
     """The drafters of some requests, each with the indices of its requests."""
-    found: dict[int, tuple[Drafter, list[int]]] = {}
+    by_drafter: dict[int, tuple[Drafter, list[int]]] = {}
     for i, state in enumerate(states):
-        found.setdefault(id(state.drafter), (drafter_of(state), []))[1].append(i)
-    return list(found.values())
+        by_drafter.setdefault(id(state.drafter), (drafter_of(state), []))[1].append(i)
+    return list(by_drafter.values())
 
 
 def taps(states: Sequence[Running]) -> tuple[int, ...]:
@@ -72,8 +72,8 @@ def draft(parts: Parts, states: Sequence[Running], rooms: Sequence[int], dice: D
         return grow(grouped[0][0], parts.tree, parts.length, states, rooms, dice, device)
     drafts, which = [], np.zeros(len(states), dtype=np.int64)
     for number, (drafter, places) in enumerate(grouped):
-        own = [left if i in places else 0 for i, left in enumerate(rooms)]
-        drafts.append(grow(drafter, parts.tree, parts.length, states, own, dice, device))
+        drafter_rooms = [left if i in places else 0 for i, left in enumerate(rooms)]
+        drafts.append(grow(drafter, parts.tree, parts.length, states, drafter_rooms, dice, device))
         which[places] = number
     return _selected(drafts, which)
 
@@ -106,8 +106,8 @@ def observe(parts: Parts, states: Sequence[Running], observed: Observed) -> None
     for drafter, places in grouped:
         if _waits(parts, drafter):
             continue
-        own = observed if len(grouped) == 1 else _part(observed, places, drafter.taps)
-        drafter.observe([states[i] for i in places], own)
+        part = observed if len(grouped) == 1 else _part(observed, places, drafter.taps)
+        drafter.observe([states[i] for i in places], part)
 
 
 def _waits(parts: Parts, drafter: Drafter) -> bool:

@@ -122,9 +122,10 @@ class PearlDecoding:
             watch(Cycle(states=states, draft=judged, rows=rows, logits=logits, verdict=verdict))
         outcomes = [_outcome(parts, state, new[i], counts[i], following[i], keep) for i, state in enumerate(states)]
         emitted = [outcome.tokens for outcome in outcomes]
-        said = side.reading.log_probs(states, [range(1, len(tokens)) for tokens in emitted], emitted)
+        logprobs = side.reading.log_probs(states, [range(1, len(tokens)) for tokens in emitted], emitted)
         steps = [
-            _made(s, side.reading, i, outcomes[i], counts[i], said[i], clock, len(states)) for i, s in enumerate(states)
+            _step_of(s, side.reading, i, outcomes[i], counts[i], logprobs[i], clock, len(states))
+            for i, s in enumerate(states)
         ]
         parts.target.commit({s.slot: range(len(o.tokens)) for s, o in zip(states, outcomes, strict=True)})
         clock.lap("commit")
@@ -164,7 +165,7 @@ def balanced_length(parts: Parts, rounds: int = 5, now: Callable[[], float] = ti
     try:
         prefill(parts, state)
         while len(timings) <= rounds and tokens_left(parts, state) > 2 * length:
-            timings += [made.timing for made in parts.decoding.step(parts, [state])]
+            timings += [step.timing for step in parts.decoding.step(parts, [state])]
     finally:
         end(parts, state)
     if not timings:
@@ -301,13 +302,15 @@ def _packed(anchors: Sequence[int], blocks: Sequence[Ahead], device: torch.devic
 
 def _rows_of(blocks: Sequence[Ahead], device: torch.device) -> Ahead:
     """The rows of all blocks, over the short list that they share, or over the whole vocabulary."""
-    given = [(block.rows.to(device), block.short_list) for block in blocks if block.rows is not None]
-    if not given:
+    with_rows = [(block.rows.to(device), block.short_list) for block in blocks if block.rows is not None]
+    if not with_rows:
         return Ahead()
-    few = given[0][1]
-    if all(other is few for _, other in given):
-        return Ahead(rows=given[0][0] if len(given) == 1 else torch.cat([rows for rows, _ in given]), short_list=few)
-    return Ahead(rows=torch.cat([rows if own is None else own.widened(rows) for rows, own in given]))
+    few = with_rows[0][1]
+    if all(other is few for _, other in with_rows):
+        return Ahead(
+            rows=with_rows[0][0] if len(with_rows) == 1 else torch.cat([rows for rows, _ in with_rows]), short_list=few
+        )
+    return Ahead(rows=torch.cat([rows if short is None else short.widened(rows) for rows, short in with_rows]))
 
 
 def _with_leaves(judged: Draft, rows: Float[Tensor, "read vocab"]) -> Float[Tensor, "nodes vocab"]:
@@ -358,15 +361,15 @@ def _update_states(
     paths = [range(1, len(n.tokens) + 1) if o.survives else range(0) for n, o in zip(new, outcomes, strict=True)]
     drafting.commit(shadows, paths)
     known = [[state.tokens[-1], *outcome.tokens[:-1]] for state, outcome in zip(states, outcomes, strict=True)]
-    for state, outcome, made in zip(states, outcomes, steps, strict=True):
+    for state, outcome, step in zip(states, outcomes, steps, strict=True):
         if state.ahead.tokens and not outcome.survives:
             # The drafter has taken what lay ahead for committed.
             reached, drafter = len(state.tokens) + len(outcome.tokens) - 1, drafting.drafter_of(state)
             state.drafter_state = drafter.reuse(state.drafter_state, state.request, reached)
-        advance(parts, state, made)
+        advance(parts, state, step)
         state.ahead = outcome.ahead
     observed = Observed(
-        tokens=np.array([token for own in known for token in own], dtype=np.int64),
+        tokens=np.array([token for row in known for token in row], dtype=np.int64),
         offsets=np.cumsum([0, *map(len, known)]),
     )
     drafting.observe(parts, states, observed)
@@ -380,26 +383,26 @@ def _check(judged: Draft, rows: Float[Tensor, "nodes vocab"], states: Sequence[R
             raise no_distribution(state)
 
 
-def _made(
+def _step_of(
     state: Running,
     reading: TargetReading,
-    request: int,
+    index: int,
     outcome: _Outcome,
     accepted: int,
-    said: LogProbs,
+    logprobs: LogProbs,
     clock: StepClock,
     num_requests: int,
 ) -> Step:
     """The `Step` of one request."""
-    asked = state.request
+    request = state.request
     return Step(
-        request=asked.id,
+        request=request.id,
         num_draft_tokens=outcome.settled,
         num_accepted_tokens=accepted,
         tokens=tuple(outcome.tokens),
         timing=clock.timing,
         num_requests=num_requests,
-        logprobs=said.chosen,
-        top_logprobs=said.top,
-        logits=reading.logits(request, range(1, len(outcome.tokens))) if asked.keep_logits else None,
+        logprobs=logprobs.chosen,
+        top_logprobs=logprobs.top,
+        logits=reading.logits(index, range(1, len(outcome.tokens))) if request.keep_logits else None,
     )

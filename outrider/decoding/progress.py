@@ -77,7 +77,7 @@ def prefill_chunk(parts: Parts, states: Sequence[Running], counts: Sequence[int]
         ],
         taps=drafter.taps,
     )
-    found = _prompt_logprobs(parts, states, counts, extension.logits)
+    logprobs = _prompt_logprobs(parts, states, counts, extension.logits)
     parts.target.commit({state.slot: range(len(chunk)) for state, chunk in zip(states, chunks, strict=True)})
     observed = Observed(
         tokens=np.array([token for chunk in chunks for token in chunk], dtype=np.int64),
@@ -85,7 +85,7 @@ def prefill_chunk(parts: Parts, states: Sequence[Running], counts: Sequence[int]
         taps=extension.taps,
     )
     observe(parts, states, observed)
-    return found
+    return logprobs
 
 
 def _prompt_logprobs(
@@ -97,18 +97,18 @@ def _prompt_logprobs(
         counts: Number of new tokens of each request; its cache does not hold them yet.
         logits: After the new tokens of these requests, packed.
     """
-    found: list[LogProbs | None] = []
+    logprobs: list[LogProbs | None] = []
     first = 0
     for state, count in zip(states, counts, strict=True):
         wanted = state.request.prompt_logprobs
         if wanted is None:
-            found.append(None)
+            logprobs.append(None)
             continue
         start = parts.target.length(state.slot) + 1
-        said = state.tokens[start : start + count]
-        found.append(LogProbs.in_parts(logits[first : first + count], said, wanted))
+        following = state.tokens[start : start + count]
+        logprobs.append(LogProbs.in_parts(logits[first : first + count], following, wanted))
         first += count
-    return found
+    return logprobs
 
 
 def tokens_left(parts: Parts, state: Running) -> int:

@@ -95,10 +95,10 @@ class TargetReading:
                     raise no_distribution(states[i])
                 tokens.append(following[node])
                 children = links[first_child[node] : first_child[node + 1]]
-                found = next((child for child in children if drafted[child] == tokens[-1]), None)
-                if found is None:
+                agreed = next((child for child in children if drafted[child] == tokens[-1]), None)
+                if agreed is None:
                     break
-                node = found
+                node = agreed
                 path.append(node - root)
             survivors.append(Survivor(path=path, tokens=tokens))
         return survivors
@@ -179,12 +179,12 @@ class TargetReading:
             tokens: The result of `known`.
         """
         offsets = np.cumsum([0, *map(len, tokens)])
-        said = np.array([token for own in tokens for token in own], dtype=np.int64)
+        flat = np.array([token for row in tokens for token in row], dtype=np.int64)
         if not self.extension.taps:
-            return Observed(tokens=said, offsets=offsets)
+            return Observed(tokens=flat, offsets=offsets)
         starts = self.draft.offsets[:-1] + np.cumsum([0, *map(len, self.behind)])[:-1]
-        index = np.concatenate([start + np.array(own) for start, own in zip(starts, kept, strict=True)])
-        return Observed(tokens=said, offsets=offsets, taps=_gathered(self.extension.taps, index))
+        index = np.concatenate([start + np.array(nodes) for start, nodes in zip(starts, kept, strict=True)])
+        return Observed(tokens=flat, offsets=offsets, taps=_gathered(self.extension.taps, index))
 
     def logits(self, request: int, path: Sequence[int]) -> Float[Tensor, "n vocab"]:
         """One request's raw logits at the root and along its path, in float32."""
@@ -199,14 +199,16 @@ class TargetReading:
             paths: As in `kept`.
             tokens: The token that each request emitted at each of these places.
         """
-        found = [LogProbs()] * len(states)
+        results = [LogProbs()] * len(states)
         asking = [i for i, state in enumerate(states) if state.request.logprobs is not None]
         if asking:
             nodes = np.concatenate([self._nodes(i, paths[i]) for i in asking])
             wanted = [states[i].request.logprobs or 0 for i in asking]
-            for i, made in zip(asking, LogProbs.of(self._at(nodes), [tokens[i] for i in asking], wanted), strict=True):
-                found[i] = made
-        return found
+            for i, scores in zip(
+                asking, LogProbs.of(self._at(nodes), [tokens[i] for i in asking], wanted), strict=True
+            ):
+                results[i] = scores
+        return results
 
     def _nodes(self, request: int, path: Sequence[int]) -> Int[np.ndarray, " nodes"]:
         """Packed indices of a request's root and the nodes of a path."""
@@ -252,7 +254,7 @@ class LogProbs:
             tokens: The tokens that each request emitted there.
             wanted: How many of the likeliest tokens each request asked for.
         """
-        flat = np.array([token for own in tokens for token in own], dtype=np.int64)
+        flat = np.array([token for ids in tokens for token in ids], dtype=np.int64)
         columns = [log_probs(logits, upload([flat], logits.device)[0])[:, None]]
         count = min(max(wanted), logits.shape[-1])
         if count:
@@ -260,25 +262,25 @@ class LogProbs:
             columns += [best.values, best.indices]
         # Numbers of both kinds are exact in float64.
         rows = torch.cat([column.double() for column in columns], 1).tolist()
-        made, first = [], 0
-        for own, most in zip(tokens, wanted, strict=True):
-            part, first = rows[first : first + len(own)], first + len(own)
+        results, first = [], 0
+        for ids, most in zip(tokens, wanted, strict=True):
+            part, first = rows[first : first + len(ids)], first + len(ids)
             chosen = tuple(row[0] for row in part)
             pairs = (zip(map(int, row[1 + count :]), row[1 : 1 + count], strict=True) for row in part)
             top = tuple(dict(islice(each, most)) for each in pairs)
-            made.append(cls(chosen=chosen, top=top if most else None))
-        return made
+            results.append(cls(chosen=chosen, top=top if most else None))
+        return results
 
     @classmethod
     def in_parts(cls, logits: Float[Tensor, "n vocab"], tokens: Sequence[int], wanted: int) -> "LogProbs":
         """The log-probabilities of one request at many positions, a few at a time to spare memory."""
-        count, found = rows_at_once(logits), list[LogProbs]()
+        count, parts = rows_at_once(logits), list[LogProbs]()
         for first in range(0, len(tokens), count):
             part = slice(first, first + count)
-            found += cls.of(logits[part], [tokens[part]], [wanted])
+            parts += cls.of(logits[part], [tokens[part]], [wanted])
         return cls(
-            chosen=tuple(value for each in found for value in each.chosen or ()),
-            top=tuple(row for each in found for row in each.top or ()) if wanted else None,
+            chosen=tuple(value for each in parts for value in each.chosen or ()),
+            top=tuple(row for each in parts for row in each.top or ()) if wanted else None,
         )
 
 

@@ -74,9 +74,11 @@ class StepDecoding:
                 watch(Cycle(states=states, draft=draft, rows=rows, logits=logits, verdict=verdict))
         emitted = [cut(parts, state, survivor.tokens, keep) for state, survivor in zip(states, survivors, strict=True)]
         paths = [survivor.path[: len(tokens) - 1] for survivor, tokens in zip(survivors, emitted, strict=True)]
-        said = reading.log_probs(states, paths, emitted)
+        logprobs = reading.log_probs(states, paths, emitted)
         steps = [
-            _made(state, reading, i, rooms[i], survivors[i].path, emitted[i], paths[i], said[i], clock, len(states))
+            _step_of(
+                state, reading, i, rooms[i], survivors[i].path, emitted[i], paths[i], logprobs[i], clock, len(states)
+            )
             for i, state in enumerate(states)
         ]
         kept = reading.kept(paths)
@@ -85,8 +87,8 @@ class StepDecoding:
         clock.lap("commit")
         if len(draft.tokens) > len(states):
             drafting.commit(states, reading.numbered(paths))
-        for state, made in zip(states, steps, strict=True):
-            advance(parts, state, made)
+        for state, step in zip(states, steps, strict=True):
+            advance(parts, state, step)
         if known is not None:
             drafting.observe(parts, states, reading.observed(kept, known))
         clock.lap("drafter")
@@ -149,24 +151,24 @@ def verify(
     return verdict
 
 
-def advance(parts: Parts, state: Running, made: Step) -> None:
+def advance(parts: Parts, state: Running, step: Step) -> None:
     """Update a request's state after a step: tokens, constraint, length policy."""
-    state.tokens.extend(made.tokens)
+    state.tokens.extend(step.tokens)
     state.num_steps += 1
     if state.request.constraint is not None:
-        state.request.constraint.commit(state.constraint_state, made.tokens)
-    state.length_state = parts.length.update(state.length_state, made)
+        state.request.constraint.commit(state.constraint_state, step.tokens)
+    state.length_state = parts.length.update(state.length_state, step)
 
 
-def _made(
+def _step_of(
     state: Running,
     reading: TargetReading,
-    request: int,
+    index: int,
     room: int,
     accepted: list[int],
     tokens: list[int],
     path: list[int],
-    said: LogProbs,
+    logprobs: LogProbs,
     clock: StepClock,
     num_requests: int,
 ) -> Step:
@@ -177,18 +179,18 @@ def _made(
         accepted: Nodes of the accepted path, before the output is cut at its end.
         path: The part of it that was emitted.
     """
-    asked, draft = state.request, reading.draft
-    last = int(draft.offsets[request]) + (accepted[-1] if accepted else 0)
+    request, draft = state.request, reading.draft
+    last = int(draft.offsets[index]) + (accepted[-1] if accepted else 0)
     return Step(
-        request=asked.id,
-        num_draft_tokens=draft.num_draft_tokens(request),
+        request=request.id,
+        num_draft_tokens=draft.num_draft_tokens(index),
         num_accepted_tokens=len(accepted),
         tokens=tuple(tokens),
         timing=clock.timing,
         num_requests=num_requests,
         room=room,
         bonus=bool(draft.first_child[last] == draft.first_child[last + 1]),
-        logprobs=said.chosen,
-        top_logprobs=said.top,
-        logits=reading.logits(request, path) if asked.keep_logits else None,
+        logprobs=logprobs.chosen,
+        top_logprobs=logprobs.top,
+        logits=reading.logits(index, path) if request.keep_logits else None,
     )
