@@ -90,10 +90,12 @@ class BlockVerifier(StatedVerifier):
         for i in range(width - 1):
             w.append((w[-1] * ratios[:, i]).clamp_(max=1))
         h = torch.stack(w, 1)
-        own = h.view(-1)[place]
-        left = p.mul(own[:, None].to(p)).sub_(q).clamp_min_(0)
+        node_h = h.view(-1)[place]
+        left = p.mul(node_h[:, None].to(p)).sub_(q).clamp_min_(0)
         mass = left.sum(-1).double()
-        chances = h.view(-1).index_copy(0, place, torch.where(own < 1, mass / (mass + (1 - own)), own)).view(h.shape)
+        chances = (
+            h.view(-1).index_copy(0, place, torch.where(node_h < 1, mass / (mass + (1 - node_h)), node_h)).view(h.shape)
+        )
         draws = Draws(
             requests=np.repeat(np.arange(count), width - 1),
             slots=np.tile(np.arange(width - 1), count),

@@ -58,7 +58,7 @@ class GreedyBlockVerifier(StatedVerifier):
         self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice, carried: Sequence[object]
     ) -> Verdict:
         """As `verify`, with each request's changes: a tuple of `Pull`, the oldest first."""
-        pulls = [own if isinstance(own, tuple) else () for own in carried]
+        pulls = [changes if isinstance(changes, tuple) else () for changes in carried]
         if draft.branches:
             raise InputError("greedy_block was given a branching draft; use match(), which walks any tree")
         rows, histories = _pull_rows(draft, target_rows, pulls)
@@ -69,8 +69,8 @@ class GreedyBlockVerifier(StatedVerifier):
         weight = R[np.arange(len(last)), num_accepted].clip(max=LARGEST)
         tokens = recover(draft, dice, rows, last, rejected, weight)
         carried = [
-            () if whole else _carry(draft, target_rows, history, int(node), int(tau), int(length), float(own), token)
-            for whole, history, node, tau, length, own, token in zip(
+            () if whole else _carry(draft, target_rows, history, int(node), int(tau), int(length), float(ratio), token)
+            for whole, history, node, tau, length, ratio, token in zip(
                 ~rejected, histories, last, num_accepted, side.lengths, weight, tokens.tolist(), strict=True
             )
         ]
@@ -110,27 +110,27 @@ def _pull_rows(
     draft: Draft, target_rows: Float[Tensor, "nodes vocab"], pulls: Sequence[tuple[Pull, ...]]
 ) -> tuple[Float[Tensor, "nodes vocab"], list[list[_History]]]:
     """The target's rows as the changes leave them, and each change followed along the draft."""
-    histories = [[_History(pull=pull, ratios=[pull.ratio]) for pull in own] for own in pulls]
+    histories = [[_History(pull=pull, ratios=[pull.ratio]) for pull in changes] for changes in pulls]
     if not any(pulls):
         return target_rows, histories
     rows = target_rows.clone()
     tokens = draft.tokens.tolist()
-    for first, end, own in zip(draft.offsets[:-1].tolist(), draft.offsets[1:].tolist(), histories, strict=True):
-        for i in range(min(max((h.pull.left for h in own), default=0), end - first - 1)):
+    for first, end, followed in zip(draft.offsets[:-1].tolist(), draft.offsets[1:].tolist(), histories, strict=True):
+        for i in range(min(max((h.pull.left for h in followed), default=0), end - first - 1)):
             q = child_rows(draft, np.array([first + i]), target_rows[:1])[0]
-            stages = _stages(target_rows[first + i], q, own, i)
+            stages = _stages(target_rows[first + i], q, followed, i)
             rows[first + i] = stages[-1]
-            for history, base in zip(own, stages, strict=False):
+            for history, base in zip(followed, stages, strict=False):
                 history.ratios.append(history.ratios[-1] * _quotient(base, q, tokens[first + i + 1]))
     return rows, histories
 
 
 def _stages(
-    p: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"], own: Sequence[_History], i: int
+    p: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"], histories: Sequence[_History], i: int
 ) -> list[Float[Tensor, " vocab"]]:
     """The target's row after i drafted tokens: before any change, after the first, after the second..."""
     stages = [p]
-    for history in own:
+    for history in histories:
         stages.append(_pulled(stages[-1], q, history.ratios[i]) if history.pull.left > i else stages[-1])
     return stages
 
@@ -138,7 +138,7 @@ def _stages(
 def _carry(
     draft: Draft,
     target_rows: Float[Tensor, "nodes vocab"],
-    own: Sequence[_History],
+    histories: Sequence[_History],
     node: int,
     tau: int,
     length: int,
@@ -147,7 +147,7 @@ def _carry(
 ) -> tuple[Pull, ...]:
     """The changes that reach beyond this step, which ends with a token recovered at a node, tau tokens in."""
     q = child_rows(draft, np.array([node]), target_rows[:1])[0]
-    alive = [history for history in own if history.pull.left > tau]
+    alive = [history for history in histories if history.pull.left > tau]
     bases = _stages(target_rows[node], q, alive, tau)
     changes = [*((h.ratios[tau], h.pull.left) for h in alive), (ratio, length)]
     kept = []

@@ -43,8 +43,8 @@ class MultipathVerifier(StatedVerifier):
             return BlockVerifier().decide(draft, target_rows, dice)
         chain, nodes = _select(draft, target_rows)
         at = upload(nodes, target_rows.device)
-        made = BlockVerifier().decide(chain, target_rows.index_select(0, at), dice)
-        return Decision(last=at[made.last], next_tokens=made.next_tokens)
+        decision = BlockVerifier().decide(chain, target_rows.index_select(0, at), dice)
+        return Decision(last=at[decision.last], next_tokens=decision.next_tokens)
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         if target_rows.device.type != "cpu":
@@ -126,8 +126,8 @@ def _law(
         order = _ranked(p.div_(q))
         c[part].scatter_(1, order, q.gather(1, order).cumsum(-1, dtype=torch.float64).to(c.dtype))
     token = upload(following, device)
-    own = drawn_with(draft, draft.row_of[nodes], token)
-    picked = torch.stack([c.gather(1, token[:, None])[:, 0], own.to(c.dtype)]).double().cpu().numpy()
+    chance = drawn_with(draft, draft.row_of[nodes], token)
+    picked = torch.stack([c.gather(1, token[:, None])[:, 0], chance.to(c.dtype)]).double().cpu().numpy()
     # The law depends on the proportion of the two alone; their sum stays 1, so that deep paths do not vanish.
     below, through = np.zeros(len(nodes)), np.ones(len(nodes))
     for i in range(1, len(nodes)):

@@ -183,8 +183,8 @@ def chains(draft: Draft, target_rows: Float[Tensor, "nodes vocab"]) -> Chains:
     """A draft as chains. Raises InputError if it branches."""
     check_chains(draft)
     roots, lengths = draft.offsets[:-1], np.diff(draft.offsets) - 1
-    found = np.zeros((2, len(roots), int(lengths.max(initial=0))))
-    found[1] = 1
+    pq = np.zeros((2, len(roots), int(lengths.max(initial=0))))
+    pq[1] = 1
     if lengths.any():
         inner = np.flatnonzero(draft.parents >= 0)
         children = upload(inner, target_rows.device)
@@ -197,8 +197,8 @@ def chains(draft: Draft, target_rows: Float[Tensor, "nodes vocab"]) -> Chains:
             if (row_of < 0).any():
                 q = torch.where(upload(row_of >= 0, p.device), q, 1.0)
         owners = np.repeat(np.arange(len(roots)), lengths)
-        found[:, owners, draft.depths[inner] - 1] = torch.stack([p, q]).cpu().numpy()
-    return Chains(roots=roots, lengths=lengths, p=found[0], q=found[1])
+        pq[:, owners, draft.depths[inner] - 1] = torch.stack([p, q]).cpu().numpy()
+    return Chains(roots=roots, lengths=lengths, p=pq[0], q=pq[1])
 
 
 def gains(

@@ -78,12 +78,12 @@ class TopPlusOneVerifier(StatedVerifier):
             return
         draws = Draws(requests=walk.active[rejected], slots=np.full(len(rejected), depth), purpose=Purpose.RECOVER)
         drawn = dice.pick(weights[upload(rejected, weights.device)], draws)
-        tokens, found = draft.tokens.cpu().numpy(), drawn.cpu().numpy()
-        own = np.pad(children.nodes[rejected], ((0, 0), (0, 1)), constant_values=-1)
-        hits = (own >= 0) & (tokens[own.clip(0)] == found[:, None])
+        tokens, drawn_tokens = draft.tokens.cpu().numpy(), drawn.cpu().numpy()
+        nodes = np.pad(children.nodes[rejected], ((0, 0), (0, 1)), constant_values=-1)
+        hits = (nodes >= 0) & (tokens[nodes.clip(0)] == drawn_tokens[:, None])
         # Where none hits, the first place of an all-False row would be a child; the padding behind them is not.
-        place = np.where(hits.any(1), hits.argmax(1), own.shape[1] - 1)
-        accepted[rejected] = own[np.arange(len(own)), place]
+        place = np.where(hits.any(1), hits.argmax(1), nodes.shape[1] - 1)
+        accepted[rejected] = nodes[np.arange(len(nodes)), place]
         stopped = walk.go(accepted)
         walk.stop(stopped, drawn[upload(np.flatnonzero(~hits.any(1)), drawn.device)])
 

@@ -66,11 +66,11 @@ class TraversalVerifier(StatedVerifier):
             # Behind the last visit stands the root, which needs no coin. The padding before it never lands.
             table = np.full((len(requests), max(map(len, visits)) + 1), -1)
             table[:, -1] = draft.offsets[requests]
-            for row, own in zip(table, visits, strict=True):
-                row[: len(own)] = own
-            asked = table[:, :-1]
+            for row, visited in zip(table, visits, strict=True):
+                row[: len(visited)] = visited
+            tried = table[:, :-1]
             draws = Draws(
-                requests=np.repeat(requests, asked.shape[1]), slots=slots[asked].ravel(), purpose=Purpose.ACCEPT
+                requests=np.repeat(requests, tried.shape[1]), slots=slots[tried].ravel(), purpose=Purpose.ACCEPT
             )
             nodes = upload(table, device)
             chances = weighed.weights[nodes[:, :-1]].masked_fill(nodes[:, :-1] < 0, 0.0)
@@ -114,16 +114,16 @@ def _throw(
 ) -> None:
     """Throw the coins of each request's visits in turn until one lands, and write down the node."""
     slots, undecided = _slots(draft), np.ones(len(visits), dtype=bool)
-    lengths = np.array([len(own) for own in visits])
+    lengths = np.array([len(visited) for visited in visits])
     for i in range(max(lengths)):
-        asked = np.flatnonzero(undecided & (lengths > i))
-        if not len(asked):
+        tried = np.flatnonzero(undecided & (lengths > i))
+        if not len(tried):
             break
-        nodes = np.array([visits[r][i] for r in asked.tolist()], dtype=np.int64)
-        draws = Draws(requests=requests[asked], slots=slots[nodes], purpose=Purpose.ACCEPT)
+        nodes = np.array([visits[r][i] for r in tried.tolist()], dtype=np.int64)
+        draws = Draws(requests=requests[tried], slots=slots[nodes], purpose=Purpose.ACCEPT)
         landed = dice.accept(weights[nodes], draws)
-        accepted[requests[asked[landed]]] = nodes[landed]
-        undecided[asked[landed]] = False
+        accepted[requests[tried[landed]]] = nodes[landed]
+        undecided[tried[landed]] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,15 +154,15 @@ class _Weighed:
 
 def _visits(draft: Draft, request: int) -> list[int]:
     """The nodes of one request below its root, children before parents, siblings in drawing order."""
-    found: list[int] = []
+    visited: list[int] = []
     first, links = draft.first_child, draft.links
     stack = [int(draft.offsets[request])]
     while stack:
         # Parents before children and the last sibling first is the same order from its end.
         node = stack.pop()
-        found.append(node)
+        visited.append(node)
         stack += links[first[node] : first[node + 1]].tolist()
-    return found[:0:-1]
+    return visited[:0:-1]
 
 
 def _weigh(draft: Draft, target_rows: Float[Tensor, "nodes vocab"], requests: Int[np.ndarray, " some"]) -> "_Weighed":
@@ -223,13 +223,13 @@ class _Rows:
         few = rows_at_once(self.P) if self.P.device.type == "cpu" else level.stop
         for first in range(level.start, level.stop, few):
             here = slice(first, min(first + few, level.stop))
-            own = sizes[here.start - level.start : here.stop - level.start]
-            numerators = torch.ones(2, len(own), dtype=torch.float64, device=weights.device)
+            counts = sizes[here.start - level.start : here.stop - level.start]
+            numerators = torch.ones(2, len(counts), dtype=torch.float64, device=weights.device)
             numerators[0] = weights[nodes[here]]
             following = children[here]
             symbols = tokens[following]
-            for k in range(int(own[0])):
-                count = int((own > k).sum())
+            for k in range(int(counts[0])):
+                count = int((counts > k).sum())
                 part = slice(first, first + count)
                 chances = self._drop(part, symbols[:count, k : k + 1], numerators[:, :count])
                 weights.index_copy_(0, following[:count, k], chances)

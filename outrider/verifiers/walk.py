@@ -47,9 +47,9 @@ def brood(draft: Draft, requests: Int[np.ndarray, " n"], nodes: Int[np.ndarray, 
     counts = draft.first_child[nodes + 1] - first
     places = first[:, None] + np.arange(int(counts.max(initial=0)))
     there = np.arange(places.shape[1]) < counts[:, None]
-    found = draft.links[np.where(there, places, 0)] if len(draft.links) else np.zeros_like(places)
-    own = places - draft.first_child[draft.offsets[requests]][:, None]
-    return Brood(nodes=np.where(there, found, -1), slots=np.where(there, own, 0))
+    links = draft.links[np.where(there, places, 0)] if len(draft.links) else np.zeros_like(places)
+    slots = places - draft.first_child[draft.offsets[requests]][:, None]
+    return Brood(nodes=np.where(there, links, -1), slots=np.where(there, slots, 0))
 
 
 class Walk:
@@ -115,14 +115,14 @@ def coins(
     walk: Walk, children: Brood, chances: Float[np.ndarray, "active most"], dice: Dice
 ) -> Int[np.ndarray, " active"]:
     """Try each active request's children in order, until one is accepted. Returns that child, or -1."""
-    found = np.full(len(walk.active), -1)
+    accepted = np.full(len(walk.active), -1)
     for k in range(chances.shape[1]):
-        asked = np.flatnonzero((found < 0) & (children.nodes[:, k] >= 0))
-        if len(asked):
-            draws = Draws(requests=walk.active[asked], slots=children.slots[asked, k], purpose=Purpose.ACCEPT)
-            asked = asked[dice.accept(chances[asked, k], draws)]
-            found[asked] = children.nodes[asked, k]
-    return found
+        tried = np.flatnonzero((accepted < 0) & (children.nodes[:, k] >= 0))
+        if len(tried):
+            draws = Draws(requests=walk.active[tried], slots=children.slots[tried, k], purpose=Purpose.ACCEPT)
+            tried = tried[dice.accept(chances[tried, k], draws)]
+            accepted[tried] = children.nodes[tried, k]
+    return accepted
 
 
 @dataclass(frozen=True, kw_only=True)
