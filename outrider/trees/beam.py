@@ -57,11 +57,11 @@ class BeamTree(UnprunedTree):
         perturbed[tokens < 0] = -np.inf
         kept = np.zeros_like(tokens, dtype=bool)
         for owner in np.unique(level.owners):
-            own = np.flatnonzero(level.owners == owner)
-            flat = perturbed[own].ravel()
+            members = np.flatnonzero(level.owners == owner)
+            flat = perturbed[members].ravel()
             best = np.argsort(-flat, kind="stable")[: self.width]
             best = best[flat[best] > -np.inf]
-            kept[own[best // self.width], best % self.width] = True
+            kept[members[best // self.width], best % self.width] = True
         parents, ranks = np.nonzero(kept)
         return Children(
             owners=level.owners[parents],

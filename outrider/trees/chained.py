@@ -176,13 +176,13 @@ def _in_one_go(
     drawn = cast(Whole, follow).draw(tokens, noise)
     if drawn is None:
         return None
-    found, rows = drawn.tokens.to(tokens.device).flatten(), drawn.rows
+    drawn_tokens, rows = drawn.tokens.to(tokens.device).flatten(), drawn.rows
     if index is not None:
-        found = found[index]
+        drawn_tokens = drawn_tokens[index]
     if rows is None:
-        return _Rest(tokens=found, rows=[])
+        return _Rest(tokens=drawn_tokens, rows=[])
     rows = rows.to(tokens.device).flatten(0, 1)
-    return _Rest(tokens=found, rows=[rows if index is None else rows[index]])
+    return _Rest(tokens=drawn_tokens, rows=[rows if index is None else rows[index]])
 
 
 def _unread() -> Before:

@@ -283,15 +283,15 @@ def _allowed(
     masks = batch_masks(states, grown.owners, torch.cat(growth.tokens), grown.parents, width)
     if masks is None:
         return logits
-    own = masks[len(masks) - len(growth.owners[-1]) + torch.from_numpy(here)]
+    level_masks = masks[len(masks) - len(growth.owners[-1]) + torch.from_numpy(here)]
     # The host's constraint must know the tokens: looking at them is what waits for the device here, once a level.
     if few is None:
-        found = masked(logits, own)
+        allowed_logits = masked(logits, level_masks)
     else:
-        allowed = unpacked(own.to(logits.device, non_blocking=True), width).index_select(1, few.ids)
-        found = logits.masked_fill(~allowed, -torch.inf)
+        allowed = unpacked(level_masks.to(logits.device, non_blocking=True), width).index_select(1, few.ids)
+        allowed_logits = logits.masked_fill(~allowed, -torch.inf)
     # If no token of the drafter is allowed, its row stays as it is, and its tokens are rejected.
-    return torch.where(found.amax(-1, keepdim=True) > -torch.inf, found, logits)
+    return torch.where(allowed_logits.amax(-1, keepdim=True) > -torch.inf, allowed_logits, logits)
 
 
 def _part(level: Level, mask: Bool[np.ndarray, " n"]) -> Level:

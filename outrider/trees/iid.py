@@ -45,8 +45,8 @@ class IidTree(UnprunedTree):
             rows = np.flatnonzero(paths == count)
             slots, depths = level.nodes[rows] * self.num_paths, np.full(len(rows), level.depth)
             draws = Draws(requests=level.owners[rows], slots=slots, purpose=Purpose.DRAFT, depths=depths)
-            own = level.drawable[upload(rows, level.drawable.device)]
-            picked.append(dice.pick_many(own, count, True, draws).flatten())
+            candidates = level.drawable[upload(rows, level.drawable.device)]
+            picked.append(dice.pick_many(candidates, count, True, draws).flatten())
             places.append(rows)
         numbers = torch.cat(picked).cpu().numpy()
         drawn: list[Int[np.ndarray, " m"]] = [np.zeros(0, dtype=np.int64)] * len(paths)
@@ -57,15 +57,15 @@ class IidTree(UnprunedTree):
         sizes = np.array([len(tokens) for tokens in distinct])
         first = np.concatenate([[0], np.cumsum(sizes)])
         links = [
-            first[i] + own.index(token)
-            for i, (own, tokens) in enumerate(zip(distinct, drawn, strict=True))
+            first[i] + kept.index(token)
+            for i, (kept, tokens) in enumerate(zip(distinct, drawn, strict=True))
             for token in tokens.tolist()
         ]
         parents = np.repeat(np.arange(len(sizes)), sizes)
         return Children(
             owners=level.owners[parents],
             parents=level.nodes[parents],
-            tokens=torch.tensor([token for own in distinct for token in own]),
+            tokens=torch.tensor([token for kept in distinct for token in kept]),
             expand=np.ones(len(parents), dtype=bool),
             values=np.bincount(links, minlength=len(parents))[:, None].astype(float),
             links=None if self.dedup else np.array(links),

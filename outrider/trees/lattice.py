@@ -41,17 +41,17 @@ class LatticeTree:
         ids, logs = torch.stack([best.indices.double(), best.values.double()]).cpu().numpy()
         tokens = ids.astype(np.int64)
         before = level.so_far()
-        made = []
+        extensions = []
         for row, owner in enumerate(level.owners.tolist()):
             above = np.flatnonzero((before.owners == owner) & (before.depths == level.depth))
-            made.append(self._extend(before.nodes[above], before.values[above].sum(1), logs[row]))
-        owners = np.repeat(level.owners, [len(m.parents) for m in made])
+            extensions.append(self._extend(before.nodes[above], before.values[above].sum(1), logs[row]))
+        owners = np.repeat(level.owners, [len(m.parents) for m in extensions])
         return Children(
             owners=owners,
-            parents=np.concatenate([m.parents for m in made]),
-            tokens=torch.from_numpy(np.concatenate([tokens[row, m.ranks] for row, m in enumerate(made)])),
-            expand=np.concatenate([np.arange(len(m.parents)) == 0 for m in made]),
-            values=np.concatenate([m.logs for m in made])[:, None],
+            parents=np.concatenate([m.parents for m in extensions]),
+            tokens=torch.from_numpy(np.concatenate([tokens[row, m.ranks] for row, m in enumerate(extensions)])),
+            expand=np.concatenate([np.arange(len(m.parents)) == 0 for m in extensions]),
+            values=np.concatenate([m.logs for m in extensions])[:, None],
         )
 
     def finish(self, grown: Grown) -> Bool[np.ndarray, " n"]:
