@@ -75,8 +75,8 @@ class PooledAcceptance:
         """The rates up to a depth, and the variance of what moves the logits of all."""
         moved, variance = _moved_and_left(prior_rates(longest), self.tested, self.accepted, WIDE_VARIANCE)
         counts = zip(self.tested, self.accepted, moved, strict=False)
-        found = [(accepted + WEIGHT * rate) / (tested + WEIGHT) for tested, accepted, rate in counts]
-        return found + moved[len(found) :], variance
+        rates = [(accepted + WEIGHT * rate) / (tested + WEIGHT) for tested, accepted, rate in counts]
+        return rates + moved[len(rates) :], variance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,14 +154,14 @@ def prior_rates(longest: int) -> list[float]:
     return [1 / (1 + math.exp(-first - RISE * math.log(depth))) for depth in range(1, longest + 1)]
 
 
-def rates_by_others(owns: Sequence[OwnAcceptance], longest: int) -> list[tuple[list[float], float]]:
+def rates_by_others(acceptances: Sequence[OwnAcceptance], longest: int) -> list[tuple[list[float], float]]:
     r"""What is expected of each of some requests before its own drafts count, from those of the others.
 
     The logits of a request are those of the prior, moved by what all requests have in common and by what it has of its
     own. Both are normal.
 
     Args:
-        owns: The acceptance of each request so far.
+        acceptances: The acceptance of each request so far.
         longest: The depth up to which rates are wanted.
 
     Returns:
@@ -175,18 +175,21 @@ def rates_by_others(owns: Sequence[OwnAcceptance], longest: int) -> list[tuple[l
         (0.87, 0.49)
     """
     prior = prior_rates(longest)
-    if len(owns) == 1:
+    if len(acceptances) == 1:
         return [(prior, WIDE_VARIANCE)]
-    nothing, found = [0.0] * longest, []
-    counts = [[*own.tested, *nothing][:longest] for own in owns], [[*own.accepted, *nothing][:longest] for own in owns]
+    nothing, results = [0.0] * longest, []
+    counts = (
+        [[*acceptance.tested, *nothing][:longest] for acceptance in acceptances],
+        [[*acceptance.accepted, *nothing][:longest] for acceptance in acceptances],
+    )
     sums = [[sum(at_depth) for at_depth in zip(*each, strict=True)] for each in counts]
-    for own in zip(*counts, strict=True):
+    for request_counts in zip(*counts, strict=True):
         tested, accepted = (
-            [whole - part for whole, part in zip(*pair, strict=True)] for pair in zip(sums, own, strict=True)
+            [whole - part for whole, part in zip(*pair, strict=True)] for pair in zip(sums, request_counts, strict=True)
         )
         rates, left = _moved_and_left(prior, tested, accepted, WIDE_VARIANCE - VARIANCE)
-        found.append((rates, VARIANCE + left))
-    return found
+        results.append((rates, VARIANCE + left))
+    return results
 
 
 def tokens_by_length(rates: Sequence[float]) -> list[float]:
@@ -196,11 +199,11 @@ def tokens_by_length(rates: Sequence[float]) -> list[float]:
         >>> tokens_by_length([0.5, 0.5])
         [1.0, 1.5, 1.75]
     """
-    found, reached = [1.0], 1.0
+    tokens, reached = [1.0], 1.0
     for rate in rates:
         reached *= rate
-        found.append(found[-1] + reached)
-    return found
+        tokens.append(tokens[-1] + reached)
+    return tokens
 
 
 def spreads_by_length(rates: Sequence[float]) -> list[float]:
@@ -214,12 +217,12 @@ def spreads_by_length(rates: Sequence[float]) -> list[float]:
         >>> spreads_by_length([0.5, 0.5])
         [0.0, 0.25, 0.5]
     """
-    found, reached, slope = [0.0], 1.0, 0.0
+    spreads, reached, slope = [0.0], 1.0, 0.0
     for rate in rates:
         reached *= rate
         slope += 1 - rate
-        found.append(found[-1] + reached * slope)
-    return found
+        spreads.append(spreads[-1] + reached * slope)
+    return spreads
 
 
 def _moved_and_left(
@@ -231,12 +234,12 @@ def _moved_and_left(
     if not tested:
         return list(rates), variance
     logits = [math.log(rate / (1 - rate)) for rate in (min(max(p, 1e-4), 1 - 1e-4) for p in rates)]
-    own = 0.0
+    shift = 0.0
     for _ in range(NEWTON_STEPS):
-        slope, curvature = -own / variance, 1 / variance
+        slope, curvature = -shift / variance, 1 / variance
         for logit, count, kept in zip(logits, tested, accepted, strict=False):
-            rate = 1 / (1 + math.exp(-logit - own))
+            rate = 1 / (1 + math.exp(-logit - shift))
             slope += kept - count * rate
             curvature += count * rate * (1 - rate)
-        own += min(max(slope / curvature, -LONGEST_STEP), LONGEST_STEP)
-    return [1 / (1 + math.exp(-logit - own)) for logit in logits], 1 / curvature
+        shift += min(max(slope / curvature, -LONGEST_STEP), LONGEST_STEP)
+    return [1 / (1 + math.exp(-logit - shift)) for logit in logits], 1 / curvature

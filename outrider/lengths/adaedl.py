@@ -71,25 +71,25 @@ class AdaedlLength:
         if level.depth == 0:
             return None
         bound = 1 - np.sqrt(self.gamma * entropies(level))
-        thresholds = np.array([_own(states[owner]).threshold for owner in level.owners.tolist()])
+        thresholds = np.array([_adaedl_state(states[owner]).threshold for owner in level.owners.tolist()])
         return np.where(bound < thresholds, 0, self.num_speculative_tokens)
 
     def update(self, state: object, step: Step) -> AdaedlState:
-        own = _own(state)
+        current = _adaedl_state(state)
         drafted, accepted = step.num_draft_tokens, step.num_accepted_tokens
         if drafted == 0:
-            return own
-        rate = self.rate_decay * own.rate + (1 - self.rate_decay) * accepted / drafted
-        aim = own.threshold
+            return current
+        rate = self.rate_decay * current.rate + (1 - self.rate_decay) * accepted / drafted
+        aim = current.threshold
         if rate < self.target_rate:
             aim += self.epsilon
         elif accepted != self.num_speculative_tokens:
             aim -= self.epsilon
         decay = self.threshold_decay
-        return AdaedlState(rate=rate, threshold=decay * own.threshold + (1 - decay) * aim)
+        return AdaedlState(rate=rate, threshold=decay * current.threshold + (1 - decay) * aim)
 
 
-def _own(state: object) -> AdaedlState:
+def _adaedl_state(state: object) -> AdaedlState:
     if not isinstance(state, AdaedlState):
         raise TypeError(f"adaedl keeps an AdaedlState, got {type(state).__name__}")
     return state

@@ -167,14 +167,16 @@ class CostTable:
             >>> round(table.combined(table).doubt, 3)
             0.071
         """
-        own, others = ({row.kind: row for row in table.rows} for table in (self, earlier))
-        if own.keys().isdisjoint(others):
+        measured, others = ({row.kind: row for row in table.rows} for table in (self, earlier))
+        if measured.keys().isdisjoint(others):
             return self
-        speed = statistics.median(row.seconds / others[kind].seconds for kind, row in own.items() if kind in others)
+        speed = statistics.median(
+            row.seconds / others[kind].seconds for kind, row in measured.items() if kind in others
+        )
         mine, theirs = (1 / max(table.doubt, 1e-3) ** 2 for table in (self, earlier))
         share = mine / (mine + theirs)
         rows = {kind: row.times(speed) for kind, row in others.items()}
-        for kind, row in own.items():
+        for kind, row in measured.items():
             rows[kind] = row.plus(rows[kind], share) if kind in rows else row
         return replace(self, rows=tuple(rows.values()), doubt=1 / math.sqrt(mine + theirs))
 
@@ -190,22 +192,22 @@ class CostTable:
         """
         near = round(2 * math.log2(max(context, 1)))
         key = (requests, sampled, near, longest)
-        if (found := self._steps.get(key)) is None:
+        if (seconds := self._steps.get(key)) is None:
             # Lengths up to the next multiple of eight are worked out at once: it takes as long for one as for all.
             most = SPAN * math.ceil(max(longest, 1) / SPAN)
             whole = self._steps.get((requests, sampled, near, most))
             if whole is None:
                 whole = self._worked_out(requests, sampled, 2 ** (near / 2), most)
                 self._steps[requests, sampled, near, most] = whole
-            found = self._steps[key] = tuple(line[: longest + 1] for line in whole)
-        return found
+            seconds = self._steps[key] = tuple(line[: longest + 1] for line in whole)
+        return seconds
 
     def missed(self, requests: int, *, sampled: bool, context: int) -> list[float]:
         """Seconds of steps of so many requests in which the drafter finds no draft, by how many of them ask for one."""
-        own = sampled and bool(self._batches(True))
-        if (asking := self._asking.get((requests, own))) is None:
-            asking = [0.0, *(float(self._part("drafter", own, m, 1)[1]) for m in range(1, requests + 1))]
-            self._asking[requests, own] = asking
+        has_sampled = sampled and bool(self._batches(True))
+        if (asking := self._asking.get((requests, has_sampled))) is None:
+            asking = [0.0, *(float(self._part("drafter", has_sampled, m, 1)[1]) for m in range(1, requests + 1))]
+            self._asking[requests, has_sampled] = asking
         plain = self.steps(requests, sampled=sampled, context=context, longest=1)[0][0]
         return [plain + more for more in asking]
 
@@ -224,32 +226,34 @@ class CostTable:
             >>> table.tree(1, (2, 2), sampled=False, context=64), table.tree(1, (1, 1), sampled=False, context=64)
             (3.0, 2.0)
         """
-        own, nodes = sampled and bool(self._batches(True)), sum(widths)
-        found = self._forwards(requests, nodes)[nodes] + self._part("rest", own, requests, nodes)[nodes]
+        has_sampled, nodes = sampled and bool(self._batches(True)), sum(widths)
+        seconds = self._forwards(requests, nodes)[nodes] + self._part("rest", has_sampled, requests, nodes)[nodes]
         for depth, read in enumerate((1, *widths[:-1]), 1):
-            parts = self._part("drafter", own, requests * read, depth)
-            found += max(0.0, parts[depth] - parts[depth - 1])
-        found += self._part("drafter", own, requests, 0)[0]
+            parts = self._part("drafter", has_sampled, requests * read, depth)
+            seconds += max(0.0, parts[depth] - parts[depth - 1])
+        seconds += self._part("drafter", has_sampled, requests, 0)[0]
         of_target, of_drafter, first = self._slopes(requests, nodes)
         farther = max(0.0, context - first) * requests
-        return float(found + farther * (of_target[nodes] + of_drafter[min(len(widths), nodes)]))
+        return float(seconds + farther * (of_target[nodes] + of_drafter[min(len(widths), nodes)]))
 
     def _worked_out(self, requests: int, sampled: bool, context: float, longest: int) -> Steps:
-        own = sampled and bool(self._batches(True))
+        has_sampled = sampled and bool(self._batches(True))
         drafting = range(1, requests + 1)
         share = (np.array(drafting)[:, None] - 1) / max(1, requests - 1)
         all_, one = self._forwards(requests, longest), self._with_one(requests, longest)
         target = one + share * (all_ - one)
-        drafter = np.stack([self._part("drafter", own, m, longest) for m in drafting])
-        rest = self._part("rest", own, requests, longest)
+        drafter = np.stack([self._part("drafter", has_sampled, m, longest) for m in drafting])
+        rest = self._part("rest", has_sampled, requests, longest)
         of_target, of_drafter, first = self._slopes(requests, longest)
         share, farther = np.array(drafting)[:, None], max(0.0, context - first)
-        found = target + drafter + rest[0] + share / requests * (rest - rest[0])
-        found = found + farther * (requests * of_target + share * of_drafter)
+        seconds = target + drafter + rest[0] + share / requests * (rest - rest[0])
+        seconds = seconds + farther * (requests * of_target + share * of_drafter)
         # A plain step, whoever would draft.
-        plain = all_[0] + self._part("drafter", own, requests, 0)[0] + rest[0] + farther * requests * of_target[0]
-        found[:, 0] = plain
-        lines = np.concatenate([np.full((1, longest + 1), plain), found])
+        plain = (
+            all_[0] + self._part("drafter", has_sampled, requests, 0)[0] + rest[0] + farther * requests * of_target[0]
+        )
+        seconds[:, 0] = plain
+        lines = np.concatenate([np.full((1, longest + 1), plain), seconds])
         return tuple(tuple(line) for line in np.maximum(lines, plain / 10).tolist())
 
     def _forwards(self, requests: int, longest: int) -> Float[np.ndarray, " lengths"]:
@@ -300,10 +304,10 @@ class CostTable:
     @functools.cached_property
     def _targets(self) -> dict[tuple[int, int, int, int | None], float]:
         """Seconds of the target's forward by requests, length, context, and how many draft."""
-        found: dict[tuple[int, int, int, int | None], list[float]] = {}
+        by_kind: dict[tuple[int, int, int, int | None], list[float]] = {}
         for row in self.rows:
-            found.setdefault((row.requests, row.length, row.context, row.drafting), []).append(row.target)
-        return {kind: statistics.mean(seconds) for kind, seconds in found.items()}
+            by_kind.setdefault((row.requests, row.length, row.context, row.drafting), []).append(row.target)
+        return {kind: statistics.mean(seconds) for kind, seconds in by_kind.items()}
 
     def _slopes(
         self, requests: int, longest: int
@@ -344,16 +348,16 @@ class CostTable:
     def _kinds(self) -> dict[tuple[bool, int | None], dict[int, list[StepCost]]]:
         """What `_batches` returns, by what it is asked for."""
         first = min((row.context for row in self.rows), default=0)
-        found: dict[tuple[bool, int | None], dict[int, list[StepCost]]] = {}
+        kinds: dict[tuple[bool, int | None], dict[int, list[StepCost]]] = {}
         for row in sorted(self.rows, key=lambda row: (row.requests, row.length)):
             if row.context == first:
-                found.setdefault((row.sampled, row.drafting), {}).setdefault(row.requests, []).append(row)
-        for (_, drafting), batches in found.items():
+                kinds.setdefault((row.sampled, row.drafting), {}).setdefault(row.requests, []).append(row)
+        for (_, drafting), batches in kinds.items():
             if drafting is None:
                 for b, rows in [*batches.items()]:
                     if rows[0].length or len(rows) == 1:
                         del batches[b]
-        return found
+        return kinds
 
 
 def plain_seconds(tables: Sequence[CostTable], requests: int, *, sampled: bool, context: int) -> float:
@@ -367,11 +371,11 @@ def _line(
     x: Float[np.ndarray, " n"], places: Sequence[float], values: Sequence[float] | Float[np.ndarray, " m"]
 ) -> Float[np.ndarray, " n"]:
     """Straight lines between values at ascending places, and on beyond the last two. One value is a constant."""
-    found = np.interp(x, places, values)
+    line = np.interp(x, places, values)
     if len(places) > 1:
         slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
-        found = np.where(x > places[-1], np.maximum(values[-1] + slope * (x - places[-1]), 0.0), found)
-    return found
+        line = np.where(x > places[-1], np.maximum(values[-1] + slope * (x - places[-1]), 0.0), line)
+    return line
 
 
 def _between(x: float, places: Sequence[int], values: Float[np.ndarray, "places n"]) -> Float[np.ndarray, " n"]:
@@ -380,5 +384,5 @@ def _between(x: float, places: Sequence[int], values: Float[np.ndarray, "places 
         return values[0]
     i = min(bisect.bisect_left(places, x), len(places) - 1)
     share = (x - places[i - 1]) / (places[i] - places[i - 1])
-    found: Float[np.ndarray, " n"] = np.maximum(values[i - 1] + share * (values[i] - values[i - 1]), 0.0)
-    return found
+    between: Float[np.ndarray, " n"] = np.maximum(values[i - 1] + share * (values[i] - values[i - 1]), 0.0)
+    return between

@@ -14,19 +14,19 @@ class Drift:
     """Compares steps with their costs. Changes in place.
 
     Attributes:
-        found: Whether three windows of steps in a row took twice their costs, or less than four fifths.
+        detected: Whether three windows of steps in a row took twice their costs, or less than four fifths.
         ratio: What the steps of the last window took, over their costs; 1 before the first one.
 
     Example:
         >>> drift = Drift()
         >>> for _ in range(3 * 64):
         ...     drift.note(seconds=0.03, cost=0.01)
-        >>> drift.found
+        >>> drift.detected
         True
     """
 
     def __init__(self) -> None:
-        self.found = False
+        self.detected = False
         self.ratio = 1.0
         self._window: list[float] = []
         self._off = 0
@@ -39,4 +39,4 @@ class Drift:
             self.ratio = math.exp(over)
             self._off = self._off + 1 if over > math.log(SLOWER) or over < -math.log(FASTER) else 0
             self._window.clear()
-            self.found = self.found or self._off >= WINDOWS
+            self.detected = self.detected or self._off >= WINDOWS

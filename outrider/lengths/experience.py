@@ -92,20 +92,20 @@ class Experience:
     @classmethod
     def recalled(cls, costs: CostTable | None, key: Mapping[str, Any]) -> "Experience":
         """With the acceptance that an earlier process kept under this key, if any. It keeps its own there too."""
-        own, kept = cls(costs, key=key), remembered.read(RECORD, key)
+        experience, kept = cls(costs, key=key), remembered.read(RECORD, key)
         if kept is not None:
             try:
-                own.greedy, own.sampled = _recalled(kept["greedy"]), _recalled(kept["sampled"])
+                experience.greedy, experience.sampled = _recalled(kept["greedy"]), _recalled(kept["sampled"])
             except (KeyError, TypeError, ValueError, OverflowError):
                 return cls(costs, key=key)
-        return own
+        return experience
 
     @property
     def stale(self) -> bool:
         """Whether the costs must be measured anew, as soon as no request runs."""
         if self._due or self.costs is None:
             return self._due
-        return (self._drift.found or self.costs.doubt > MOST_DOUBT) and time.monotonic() - self._began > PAUSE
+        return (self._drift.detected or self.costs.doubt > MOST_DOUBT) and time.monotonic() - self._began > PAUSE
 
     @property
     def cost_drift(self) -> float:
@@ -141,13 +141,13 @@ class Experience:
         """
         self.state = choice.state
         self.num_steps += 1
-        drafts = [(made.num_draft_tokens, made.num_accepted_tokens) for made in steps]
+        drafts = [(step.num_draft_tokens, step.num_accepted_tokens) for step in steps]
         draws = [request.sampling.temperature > 0 for request in requests]
         drafting = sum([drafted > 0 for drafted, _ in drafts])
         for pooled, drawn in ((self.greedy, False), (self.sampled, True)):
-            own = [i for i, each in enumerate(draws) if each == drawn]
-            if own:
-                pooled.note([drafts[i] for i in own], asked=sum([choice.lengths[i] > 0 for i in own]))
+            indices = [i for i, each in enumerate(draws) if each == drawn]
+            if indices:
+                pooled.note([drafts[i] for i in indices], asked=sum([choice.lengths[i] > 0 for i in indices]))
         if self.costs is not None and seconds is not None:
             longest = max(drafts)[0]
             costs = self.costs.steps(len(steps), sampled=any(draws), context=choice.context, longest=longest)
@@ -164,15 +164,15 @@ class Experience:
 
 def _recalled(kept: Mapping[str, Any]) -> PooledAcceptance:
     """Kept counts, at most `MOST_RECALLED` drafts and tokens of a depth. Raises ValueError for impossible ones."""
-    found = PooledAcceptance()
+    pooled = PooledAcceptance()
     for tested, accepted in zip(map(float, kept["tested"]), map(float, kept["accepted"]), strict=True):
         if not 0 <= accepted <= tested < float("inf"):
             raise ValueError(f"{accepted} of {tested} tokens cannot have been accepted")
         weight = min(1.0, MOST_RECALLED / max(tested, 1e-9))
-        found.tested.append(weight * tested)
-        found.accepted.append(weight * accepted)
+        pooled.tested.append(weight * tested)
+        pooled.accepted.append(weight * accepted)
     hits = Hits(**{name: float(count) for name, count in dict(kept.get("hits", {})).items()})
     if not 0 <= hits.found <= hits.asked < float("inf"):
         raise ValueError(f"{hits.found} of {hits.asked} drafts cannot have been found")
-    found.hits = hits.at_most(MOST_RECALLED)
-    return found
+    pooled.hits = hits.at_most(MOST_RECALLED)
+    return pooled

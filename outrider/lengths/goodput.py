@@ -92,7 +92,7 @@ class GoodputLength:
         return None
 
     def update(self, state: object, step: Step) -> OwnAcceptance:
-        return _own(state).after(step.num_draft_tokens, step.num_accepted_tokens, asked=step.room > 0)
+        return _acceptance_of(state).after(step.num_draft_tokens, step.num_accepted_tokens, asked=step.room > 0)
 
     def choose(self, experience: Experience, states: Sequence[Running], rooms: Sequence[int]) -> LengthChoice:
         costs, last = experience.costs, experience.state
@@ -117,14 +117,17 @@ class GoodputLength:
             for i in seeded:
                 lengths[i] = min(rooms[i], self.fallback)
         elif seeded and any(rooms[i] for i in seeded):
-            own = [_own(states[i].length_state) for i in seeded]
+            acceptances = [_acceptance_of(states[i].length_state) for i in seeded]
             beliefs = [
                 _Belief(rates=rates, variance=variance, hits=NO_HITS)
-                for rates, variance in rates_by_others(own, self.most)
+                for rates, variance in rates_by_others(acceptances, self.most)
             ]
-            asked, drafting = sum([each.num_drafts for each in own]), any(each.tested for each in own)
+            num_drafts, drafting = (
+                sum([each.num_drafts for each in acceptances]),
+                any(each.tested for each in acceptances),
+            )
             plan = self._plan(
-                step_costs, [states[i] for i in seeded], [rooms[i] for i in seeded], beliefs, asked, drafting
+                step_costs, [states[i] for i in seeded], [rooms[i] for i in seeded], beliefs, num_drafts, drafting
             )
             certain, gain = plan.certain, plan.gain
             for k in plan.who:
@@ -133,13 +136,13 @@ class GoodputLength:
             known = {id(pool): _Belief.of(pool, self.most) for pool in (experience.greedy, experience.sampled)}
             beliefs = [known[id(experience.pooled(states[i].request))] for i in others]
             held = last.length if len(last.ids) == len(states) else 0
-            asked = experience.pooled(states[others[0]].request).num_drafts
+            num_drafts = experience.pooled(states[others[0]].request).num_drafts
             plan = self._plan(
                 step_costs,
                 [states[i] for i in others],
                 [rooms[i] for i in others],
                 beliefs,
-                asked,
+                num_drafts,
                 last.length > 0,
                 held,
             )
@@ -155,7 +158,7 @@ class GoodputLength:
         states: Sequence[Running],
         rooms: Sequence[int],
         beliefs: Sequence["_Belief"],
-        asked: float,
+        num_drafts: float,
         drafting: bool,
         held: int = 0,
     ) -> "_Decision":
@@ -163,24 +166,26 @@ class GoodputLength:
 
         Args:
             beliefs: What is known of each request besides its own drafts.
-            asked: How many drafts of these requests are remembered.
+            num_drafts: How many drafts of these requests are remembered.
             drafting: Whether they have been drafting.
             held: The length that they have, which a little better one does not replace.
         """
         drafts = [_drafts(*each) for each in zip(states, beliefs, rooms, strict=True)]
-        late = [_catch_up_cost(state, costs.catch_up, len(costs.steps) - 1) for state in states]
-        plans = _plans(costs.steps, costs.missed, drafts, costs.margin * (KEEP if drafting else 1.0), late)
+        catch_up_costs = [_catch_up_cost(state, costs.catch_up, len(costs.steps) - 1) for state in states]
+        plans = _plans(costs.steps, costs.missed, drafts, costs.margin * (KEEP if drafting else 1.0), catch_up_costs)
         plan = _best(plans)
         if 0 < held <= self.most:
             old = plans[held - 1]
             plan = old if plan.rate < BETTER * old.rate else plan
         plain, count = costs.steps[0][0], len(states)
-        reading = costs.catch_up * sum([len(state.tokens) for state in states if not _own(state.length_state).tested])
+        reading = costs.catch_up * sum(
+            [len(state.tokens) for state in states if not _acceptance_of(state.length_state).tested]
+        )
         spread = sum([drafts[k].spreads[plan.length] for k in plan.who]) / count
         gain = plan.rate - 1
         if plan.gain > 0 or (plan.gain > UNLIKELY * spread and reading <= CREDIT * plain):
             return _Decision(length=plan.length, who=plan.who, certain=plan.gain > -UNLIKELY * spread, gain=gain)
-        if (asked / count + 1) * (max(0.0, costs.steps[count][1] - plain) + reading) <= CREDIT * plain:
+        if (num_drafts / count + 1) * (max(0.0, costs.steps[count][1] - plain) + reading) <= CREDIT * plain:
             return _Decision(length=1, who=range(count), tries=True, certain=False, gain=gain)
         return _Decision(length=0, who=(), certain=True, gain=gain)
 
@@ -194,9 +199,11 @@ class GoodputLength:
             sum(map(sum, counts)) for counts in zip(*((p.tested, p.accepted) for p in pools), strict=True)
         )
         seen = "none was tested yet" if tested < 1 else f"{accepted / tested:.0%} of draft tokens were accepted so far"
-        asked, found = (sum(counts) for counts in zip(*((p.hits.asked, p.hits.found) for p in pools), strict=True))
-        if found < NEAR * asked:
-            seen = f"the drafter found a draft in {found / asked:.0%} of the steps that looked for one"
+        num_requested, num_found = (
+            sum(counts) for counts in zip(*((p.hits.asked, p.hits.found) for p in pools), strict=True)
+        )
+        if num_found < NEAR * num_requested:
+            seen = f"the drafter found a draft in {num_found / num_requested:.0%} of the steps that looked for one"
         if experience.state.length:
             return seen
         unsure = CERTAIN * costs.doubt > MARGIN
@@ -267,11 +274,11 @@ class _Belief:
 
 def _drafts(state: Running, belief: _Belief, room: int) -> "_Drafts":
     """What drafts of a request are worth; they are at most as long as there is room."""
-    own, usual = _own(state.length_state), getattr(state.drafter, "usual_hits", 1.0)
-    rates, left = own.rates_and_variance(belief.rates, belief.variance)
+    acceptance, usual = _acceptance_of(state.length_state), getattr(state.drafter, "usual_hits", 1.0)
+    rates, left = acceptance.rates_and_variance(belief.rates, belief.variance)
     before = belief.hits.rate(usual)
-    hits = own.hits.rate(before)
-    of_hits = (belief.hits if belief.hits is not NO_HITS else own.hits).variance(usual)
+    hits = acceptance.hits.rate(before)
+    of_hits = (belief.hits if belief.hits is not NO_HITS else acceptance.hits).variance(usual)
     tokens = [1 + hits * (n - 1) for n in tokens_by_length(rates)]
     deviation = math.sqrt(left + belief.common)
     spreads = [
@@ -328,37 +335,37 @@ def margin_of(costs: CostTable) -> float:
 
 
 def _plans(
-    steps: Steps, missed: Sequence[float], drafts: Sequence[_Drafts], margin: float, late: Sequence[float]
+    steps: Steps, missed: Sequence[float], drafts: Sequence[_Drafts], margin: float, catch_up_costs: Sequence[float]
 ) -> list[_Plan]:
     """The best plan of each length. The step's other requests are taken to be like these.
 
     Args:
         missed: Seconds of a step in which no draft is found, by the number of requests that ask for one.
-        late: Seconds for each token of a request, for what the drafter has to read first.
+        catch_up_costs: Seconds for each token of a request, for what the drafter has to read first.
     """
     count, share = len(drafts), (len(steps) - 1) / len(drafts)
     plain, plans = steps[0][0], []
     # What a token of a request is worth, if its drafter has to read first: in the time for that, others are emitted.
-    worth = [1 - seconds * count / plain for seconds in late]
+    worth = [1 - seconds * count / plain for seconds in catch_up_costs]
     for length in range(1, len(drafts[0].tokens)):
         order = sorted(range(count), key=lambda r: -worth[r] * drafts[r].tokens[length]) if count > 1 else [0]
         emitted, reading, none, hits, best = float(count), 0.0, 1.0, 0.0, (0.0, 0, 0.0)
         for drafting, r in enumerate(order, 1):
-            own = drafts[r]
-            emitted += own.tokens[length] - 1
-            reading += late[r] * own.tokens[length]
-            none *= 1 - own.hits
-            hits += own.hits
+            draft = drafts[r]
+            emitted += draft.tokens[length] - 1
+            reading += catch_up_costs[r] * draft.tokens[length]
+            none *= 1 - draft.hits
+            hits += draft.hits
             asking = math.ceil(drafting * share)
-            found = steps[asking][length]
+            seconds = steps[asking][length]
             if none:
                 # As many find a draft as on average where one does at least.
                 number = min(float(asking), hits * share / (1 - none)) if none < 1 else 1.0
                 low, more = int(number), number % 1
                 high = min(low + 1, asking)
-                found += (1 - more) * (steps[low][length] - missed[low]) + more * (steps[high][length] - missed[high])
-                found += missed[asking] - steps[asking][length]
-            cost = (none * missed[asking] + (1 - none) * found + reading) / plain
+                seconds += (1 - more) * (steps[low][length] - missed[low]) + more * (steps[high][length] - missed[high])
+                seconds += missed[asking] - steps[asking][length]
+            cost = (none * missed[asking] + (1 - none) * seconds + reading) / plain
             best = max(best, (emitted / count / cost, drafting, emitted / count - (1 + margin) * cost))
         rate, drafting, gain = best
         plans.append(_Plan(length=length, who=order[:drafting], rate=rate, gain=gain))
@@ -395,14 +402,14 @@ def _catch_up_cost(state: Running, catch_up: float, num_requests: int) -> float:
     In a step of many requests the next ones will find the drafter at work. So the tokens over which this is spread are
     not those of the rest of this one alone, but, in a step of b requests, at least 1 - 1/b of all that it may emit.
     """
-    if _own(state.length_state).tested:
+    if _acceptance_of(state.length_state).tested:
         return 0.0
     most = state.request.max_new_tokens
     left = most - (len(state.tokens) - len(state.request.prompt))
     return catch_up * len(state.tokens) / max(1.0, AHEAD * max(left, most * (1 - 1 / num_requests)))
 
 
-def _own(state: object) -> OwnAcceptance:
+def _acceptance_of(state: object) -> OwnAcceptance:
     if not isinstance(state, OwnAcceptance):
         raise TypeError(f"goodput keeps an OwnAcceptance, got {type(state).__name__}")
     return state

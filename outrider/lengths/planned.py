@@ -64,23 +64,24 @@ class PlannedLength:
         return PlannedState(accepted=self.acceptance * self.prior, tested=self.prior)
 
     def limit(self, state: object) -> int:
-        own = _own(state)
+        current = _planned_state(state)
         gamma = np.arange(1, self.most + 1)
-        tokens = 1 + np.cumsum((own.accepted / own.tested) ** gamma)
+        tokens = 1 + np.cumsum((current.accepted / current.tested) ** gamma)
         return int(gamma[np.argmax(tokens / (1 + gamma * (self.draft_cost + self.token_cost)))])
 
     def reach(self, states: Sequence[object], level: Level) -> None:
         return None
 
     def update(self, state: object, step: Step) -> PlannedState:
-        own = _own(state)
+        current = _planned_state(state)
         tested = min(step.num_accepted_tokens + 1, step.num_draft_tokens)
         return PlannedState(
-            accepted=self.decay * own.accepted + step.num_accepted_tokens, tested=self.decay * own.tested + tested
+            accepted=self.decay * current.accepted + step.num_accepted_tokens,
+            tested=self.decay * current.tested + tested,
         )
 
 
-def _own(state: object) -> PlannedState:
+def _planned_state(state: object) -> PlannedState:
     if not isinstance(state, PlannedState):
         raise TypeError(f"planned keeps a PlannedState, got {type(state).__name__}")
     return state

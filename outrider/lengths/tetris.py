@@ -66,8 +66,8 @@ class TetrisLength:
         """Log of each token's own probability, and of the row's largest, at temperature 1."""
         if level.proposed is not None:
             return torch.zeros(len(tokens), 2, device=tokens.device)
-        own = level.scores.gather(1, tokens[:, None].to(level.scores.device))
-        return torch.cat([own, level.scores.amax(-1, keepdim=True)], 1)
+        chosen = level.scores.gather(1, tokens[:, None].to(level.scores.device))
+        return torch.cat([chosen, level.scores.amax(-1, keepdim=True)], 1)
 
     def share(self, notes: Float[np.ndarray, "requests depth 2"]) -> Int[np.ndarray, " requests"]:
         values = self.values(notes)
@@ -79,8 +79,8 @@ class TetrisLength:
 
     def values(self, notes: Float[np.ndarray, "requests depth 2"]) -> Float[np.ndarray, "requests depth"]:
         """Log of each token's value, never rising along a draft."""
-        own, row = notes[..., 0], notes[..., 1]
+        chosen, row = notes[..., 0], notes[..., 1]
         if self.criterion == "original":
-            return own.cumsum(1)
-        before = np.concatenate([np.zeros((len(own), 1)), own.cumsum(1)[:, :-1]], 1)
+            return chosen.cumsum(1)
+        before = np.concatenate([np.zeros((len(chosen), 1)), chosen.cumsum(1)[:, :-1]], 1)
         return np.minimum.accumulate(before + row, axis=1)
