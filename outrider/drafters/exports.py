@@ -45,8 +45,8 @@ class Exports:
 
     def method(self, engine: str) -> str | None:
         """The name that an engine of `ENGINES` has for it; None if the engine cannot run it."""
-        found: str | None = getattr(self, engine.partition(".")[0])
-        return found
+        name: str | None = getattr(self, engine.partition(".")[0])
+        return name
 
     @property
     def engines(self) -> tuple[str, ...]:

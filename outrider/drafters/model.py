@@ -93,34 +93,37 @@ class ModelDrafter(SlottedDrafter[Tree]):
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         behind = [s for s in states if len(s.tokens) - 1 - self._length(s) >= BACKLOG]
         self._prefill(behind, [len(s.tokens) - 1 for s in behind])
-        owns = [self.own(s) for s in states]
-        missing = [len(s.tokens) - self.lm.length(own.slot) for s, own in zip(states, owns, strict=True)]
+        drafter_states = [self.state_of(s) for s in states]
+        missing = [
+            len(s.tokens) - self.lm.length(drafter_state.slot)
+            for s, drafter_state in zip(states, drafter_states, strict=True)
+        ]
         tokens = [token for s, count in zip(states, missing, strict=True) for token in s.tokens[-count:]]
         segments = [
-            Segment(slot=own.slot, tokens=part, logits="last", features=self._newest_features(s, len(part)))
-            for s, own, part in zip(states, owns, self._tensor(tokens).split(missing), strict=True)
+            Segment(slot=drafter_state.slot, tokens=part, logits="last", features=self._newest_features(s, len(part)))
+            for s, drafter_state, part in zip(states, drafter_states, self._tensor(tokens).split(missing), strict=True)
         ]
         logits = self.lm.extend(segments).logits
         self.lm.commit({piece.slot: range(len(piece.tokens)) for piece in segments})
-        for own in owns:
-            own.fed.clear()
+        for drafter_state in drafter_states:
+            drafter_state.fed.clear()
         return Guess(logits=self._widened(logits), short_list=self.short_list)
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         if (known := self._known(frontier.tokens)) is not frontier.tokens:
             frontier = replace(frontier, tokens=known)
         features = self._features([states[owner] for owner in frontier.owners.tolist()])
-        segments = tree_segments([self.own(state) for state in states], frontier, self.lm.device, features)
+        segments = tree_segments([self.state_of(state) for state in states], frontier, self.lm.device, features)
         return Guess(logits=self._widened(self.lm.extend(segments).logits), short_list=self.short_list)
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
-        owns = [self.own(state) for state in states]
-        for own, count in zip(owns, counts, strict=True):
-            own.fed.update(zip(range(1, count + 1), range(count), strict=True))
-        slots, given = [own.slot for own in owns], self._features(states)
-        if given is None:
+        drafter_states = [self.state_of(state) for state in states]
+        for drafter_state, count in zip(drafter_states, counts, strict=True):
+            drafter_state.fed.update(zip(range(1, count + 1), range(count), strict=True))
+        slots, first_features = [drafter_state.slot for drafter_state in drafter_states], self._features(states)
+        if first_features is None:
             return LinkedChain(self.lm, slots, counts, self._links)
-        follow, features, left = chain(self.lm, slots, counts), given, np.array(counts)
+        follow, features, left = chain(self.lm, slots, counts), first_features, np.array(counts)
 
         def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
             nonlocal features, left
@@ -140,22 +143,22 @@ class ModelDrafter(SlottedDrafter[Tree]):
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         kept = {}
         for state, path in zip(states, paths, strict=True):
-            own = self.own(state)
-            if own.fed:
-                kept[own.slot] = [own.fed[node] for node in path if node in own.fed]
-                own.fed.clear()
+            drafter_state = self.state_of(state)
+            if drafter_state.fed:
+                kept[drafter_state.slot] = [drafter_state.fed[node] for node in path if node in drafter_state.fed]
+                drafter_state.fed.clear()
         if kept:
             self.lm.commit(kept)
 
     def reuse(self, state: object, request: Request, length: int) -> TreeState:
-        own = self.checked(state)
-        self.lm.truncate(own.slot, min(length, self.lm.length(own.slot)))
-        own.fed.clear()
-        return own
+        drafter_state = self.checked(state)
+        self.lm.truncate(drafter_state.slot, min(length, self.lm.length(drafter_state.slot)))
+        drafter_state.fed.clear()
+        return drafter_state
 
     def fork(self, state: object, request: Request, length: int) -> TreeState:
-        own = self.checked(state)
-        return TreeState(slot=self.lm.copy(own.slot, min(length, self.lm.length(own.slot))))
+        drafter_state = self.checked(state)
+        return TreeState(slot=self.lm.copy(drafter_state.slot, min(length, self.lm.length(drafter_state.slot))))
 
     def cast(self, target_info: TargetInfo) -> "ModelDrafter":
         return replace(self, lm=self.lm.cast(target_info.dtype))
@@ -181,7 +184,7 @@ class ModelDrafter(SlottedDrafter[Tree]):
         return None
 
     def _length(self, state: Running) -> int:
-        return self.lm.length(self.own(state).slot)
+        return self.lm.length(self.state_of(state).slot)
 
     def _widened(self, logits: Float[Tensor, "n vocab"]) -> Float[Tensor, "n width"]:
         """Logits over the target's vocabulary, or over the short list."""
@@ -208,7 +211,7 @@ class ModelDrafter(SlottedDrafter[Tree]):
                 first = self._length(s)
                 tokens = s.tokens[first : min(end, first + left, self.lm.max_context)]
                 if tokens:
-                    segments.append(Segment(slot=self.own(s).slot, tokens=self._tensor(tokens), logits="none"))
+                    segments.append(Segment(slot=self.state_of(s).slot, tokens=self._tensor(tokens), logits="none"))
                     left -= len(tokens)
             self.lm.extend(segments)
             self.lm.commit({piece.slot: range(len(piece.tokens)) for piece in segments})

@@ -74,43 +74,43 @@ class NgramDrafter(TokenOnly):
         return NgramState(prediction=PredictedText.of(request))
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        return Guess(tokens=np.array([self._begin(s.tokens, _own(s)) for s in states]))
+        return Guess(tokens=np.array([self._begin(s.tokens, _ngram_state(s)) for s in states]))
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         tokens = []
         for owner, depth in zip(frontier.owners.tolist(), frontier.depths.tolist(), strict=True):
-            own = _own(states[owner])
-            if own.prediction is not None and own.prediction.drafts:
-                tokens.append(own.prediction.further(depth))
+            drafter_state = _ngram_state(states[owner])
+            if drafter_state.prediction is not None and drafter_state.prediction.drafts:
+                tokens.append(drafter_state.prediction.further(depth))
                 continue
-            context, at = states[owner].tokens, own.start + depth
+            context, at = states[owner].tokens, drafter_state.start + depth
             tokens.append(context[at] if at < len(context) else -1)
         return Guess(tokens=np.array(tokens))
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
-        note_accepted([_own(state).prediction for state in states], paths)
+        note_accepted([_ngram_state(state).prediction for state in states], paths)
 
     def predicted(self, state: object) -> tuple[int, int]:
         return counts(state.prediction if isinstance(state, NgramState) else None)
 
-    def _begin(self, context: Sequence[int], own: NgramState) -> int:
-        predicted = -1 if own.prediction is None else own.prediction.begin(context)
-        return predicted if predicted >= 0 else self._first(context, own)
+    def _begin(self, context: Sequence[int], drafter_state: NgramState) -> int:
+        predicted = -1 if drafter_state.prediction is None else drafter_state.prediction.begin(context)
+        return predicted if predicted >= 0 else self._first(context, drafter_state)
 
-    def _first(self, context: Sequence[int], own: NgramState) -> int:
-        for end in range(max(own.indexed, 1), len(context)):
+    def _first(self, context: Sequence[int], drafter_state: NgramState) -> int:
+        for end in range(max(drafter_state.indexed, 1), len(context)):
             for size in range(self.prompt_lookup_min, min(self.prompt_lookup_max, end) + 1):
-                own.ends[tuple(context[end - size : end])] = end
-        own.indexed = len(context)
-        own.start = -1
+                drafter_state.ends[tuple(context[end - size : end])] = end
+        drafter_state.indexed = len(context)
+        drafter_state.start = -1
         for size in range(min(self.prompt_lookup_max, len(context)), self.prompt_lookup_min - 1, -1):
-            if (found := own.ends.get(tuple(context[-size:]), -1)) >= 0:
-                own.start = found
-                return context[found]
+            if (place := drafter_state.ends.get(tuple(context[-size:]), -1)) >= 0:
+                drafter_state.start = place
+                return context[place]
         return -1
 
 
-def _own(state: Running) -> NgramState:
+def _ngram_state(state: Running) -> NgramState:
     if not isinstance(state.drafter_state, NgramState):
         raise TypeError(f"ngram keeps an NgramState, got {type(state.drafter_state).__name__}")
     return state.drafter_state

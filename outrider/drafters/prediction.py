@@ -56,10 +56,10 @@ class PredictedText:
             self.furthest = max(self.furthest, self.place)
         self.seen = len(context)
         if self.place < 0 and len(context) - self.first >= MATCH:
-            self.place = self._found(tuple(context[-MATCH:]))
-        found = self._token(self.place)
-        self.drafts = found >= 0
-        return found
+            self.place = self._place_behind(tuple(context[-MATCH:]))
+        drafted = self._token(self.place)
+        self.drafts = drafted >= 0
+        return drafted
 
     def further(self, depth: int) -> int:
         """The token behind a node of a draft that copies the prediction; -1 where it ends.
@@ -81,7 +81,7 @@ class PredictedText:
         self.copied += 1
         return self.tokens[place]
 
-    def _found(self, end: tuple[int, ...]) -> int:
+    def _place_behind(self, end: tuple[int, ...]) -> int:
         """The place behind these tokens: the next one, or else the first one; -1 where there is none."""
         if not self._ends:
             for at in range(MATCH, len(self.tokens) + 1):

@@ -69,22 +69,25 @@ class SlottedDrafter(StatefulDrafter[Slotted]):
 
 
 def tree_segments(
-    owns: Sequence[TreeState], frontier: Frontier, device: torch.device, features: Float[Tensor, "n dim"] | None = None
+    drafter_states: Sequence[TreeState],
+    frontier: Frontier,
+    device: torch.device,
+    features: Float[Tensor, "n dim"] | None = None,
 ) -> list[Segment]:
     """One segment per request for the nodes of a frontier. Notes the pending numbers that the nodes will get.
 
     Args:
-        owns: What the drafter keeps of each request.
+        drafter_states: What the drafter keeps of each request.
         device: Where the language model is.
         features: The vector that the language model reads with each node.
     """
     tokens, parents, nodes = frontier.tokens.to(device), frontier.parents.tolist(), frontier.nodes.tolist()
     starts, segments = np.flatnonzero(np.diff(frontier.owners, prepend=-1)).tolist(), []
     for first, end in zip(starts, [*starts[1:], len(nodes)], strict=True):
-        own = owns[int(frontier.owners[first])]
-        above = np.array([own.fed.get(parent, -1) for parent in parents[first:end]])
+        drafter_state = drafter_states[int(frontier.owners[first])]
+        above = np.array([drafter_state.fed.get(parent, -1) for parent in parents[first:end]])
         for node in nodes[first:end]:
-            own.fed[node] = len(own.fed)
-        segment = Segment(slot=own.slot, tokens=tokens[first:end], parents=above)
+            drafter_state.fed[node] = len(drafter_state.fed)
+        segment = Segment(slot=drafter_state.slot, tokens=tokens[first:end], parents=above)
         segments.append(segment if features is None else replace(segment, features=features[first:end]))
     return segments

@@ -17,7 +17,7 @@ class StatefulDrafter(Drafter, Generic[State]):
 
     state: ClassVar[type[Any]]
 
-    def own(self, running: Running) -> State:
+    def state_of(self, running: Running) -> State:
         """What this drafter keeps of a request. Raises TypeError if another drafter keeps it."""
         return self.checked(running.drafter_state)
 

@@ -80,13 +80,13 @@ class SteeredDrafter(ModelDrafter[SteeredState]):
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
         counts = observed.counts()
         for i, newest in observed.newest(self.steering.concatenate(observed.taps)).items():
-            own = self.own(states[i])
-            own.num_seen += counts[i]
-            own.newest = newest
+            drafter_state = self.state_of(states[i])
+            drafter_state.num_seen += counts[i]
+            drafter_state.newest = newest
         super().observe(states, observed)
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        self._steer([self.own(state) for state in states])
+        self._steer([self.state_of(state) for state in states])
         return super().begin(states, depths)
 
     def needs(self, state: object, length: int) -> int:
@@ -95,14 +95,14 @@ class SteeredDrafter(ModelDrafter[SteeredState]):
         return seen if seen <= length else max(0, length - 1)
 
     def reuse(self, state: object, request: Request, length: int) -> SteeredState:
-        own = self.checked(state)
-        self.lm.truncate(own.slot, self._kept(own, request, length))
-        return self._shortened(own, own.slot, request, length)
+        drafter_state = self.checked(state)
+        self.lm.truncate(drafter_state.slot, self._kept(drafter_state, request, length))
+        return self._shortened(drafter_state, drafter_state.slot, request, length)
 
     def fork(self, state: object, request: Request, length: int) -> SteeredState:
-        own = self.checked(state)
-        slot = self.lm.copy(own.slot, self._kept(own, request, length))
-        return self._shortened(own, slot, request, length)
+        drafter_state = self.checked(state)
+        slot = self.lm.copy(drafter_state.slot, self._kept(drafter_state, request, length))
+        return self._shortened(drafter_state, slot, request, length)
 
     def cast(self, target_info: TargetInfo) -> "SteeredDrafter":
         lm = self.lm.cast(target_info.dtype)
@@ -117,42 +117,46 @@ class SteeredDrafter(ModelDrafter[SteeredState]):
         return SteeredDrafter(lm=TabularLM(random_rows(vocab_size, seed), vocab_size), steering=steering)
 
     @torch.inference_mode()
-    def _steer(self, owns: Sequence[SteeredState]) -> None:
+    def _steer(self, drafter_states: Sequence[SteeredState]) -> None:
         """Make the vectors of each request from its newest states."""
-        known = [(own, own.newest) for own in owns if own.newest is not None]
+        known = [
+            (drafter_state, drafter_state.newest)
+            for drafter_state in drafter_states
+            if drafter_state.newest is not None
+        ]
         if known:
             stacked = torch.stack([newest for _, newest in known]).to(self.lm.device, self.lm.dtype)
-            for (own, _), vectors in zip(known, self.steering(stacked), strict=True):
-                own.vectors = vectors
+            for (drafter_state, _), vectors in zip(known, self.steering(stacked), strict=True):
+                drafter_state.vectors = vectors
 
     def _features(self, states: Sequence[Running]) -> Float[Tensor, "n widths"]:
-        return torch.stack([self._vectors(self.own(state)) for state in states])
+        return torch.stack([self._vectors(self.state_of(state)) for state in states])
 
     def _newest_features(self, state: Running, count: int) -> Float[Tensor, "count widths"]:
-        steered = self._vectors(self.own(state)).expand(count, -1)
+        steered = self._vectors(self.state_of(state)).expand(count, -1)
         in_prompt = len(state.request.prompt) - (len(state.tokens) - count)
         if in_prompt <= 0:
             return steered
         return torch.cat([torch.zeros_like(steered[:in_prompt]), steered[in_prompt:]])
 
-    def _vectors(self, own: SteeredState) -> Float[Tensor, " widths"]:
-        if own.vectors is None:
+    def _vectors(self, drafter_state: SteeredState) -> Float[Tensor, " widths"]:
+        if drafter_state.vectors is None:
             return torch.zeros(sum(self.steering.config.widths), device=self.lm.device, dtype=self.lm.dtype)
-        return own.vectors
+        return drafter_state.vectors
 
-    def _kept(self, own: SteeredState, request: Request, length: int) -> int:
+    def _kept(self, drafter_state: SteeredState, request: Request, length: int) -> int:
         """How many tokens of the draft model's cache another text with the same first `length` tokens can use.
 
         Another request would read tokens that were output here as a part of its prompt, without vectors.
         """
-        if request is not own.request:
-            length = min(length, len(own.request.prompt))
-        return min(length, self.lm.length(own.slot))
+        if request is not drafter_state.request:
+            length = min(length, len(drafter_state.request.prompt))
+        return min(length, self.lm.length(drafter_state.slot))
 
-    def _shortened(self, own: SteeredState, slot: int, request: Request, length: int) -> SteeredState:
+    def _shortened(self, drafter_state: SteeredState, slot: int, request: Request, length: int) -> SteeredState:
         """The state after the first `length` tokens of a text."""
-        newest = own.newest if own.num_seen <= length else None
-        return SteeredState(slot=slot, request=request, num_seen=self.needs(own, length), newest=newest)
+        newest = drafter_state.newest if drafter_state.num_seen <= length else None
+        return SteeredState(slot=slot, request=request, num_seen=self.needs(drafter_state, length), newest=newest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,12 +223,12 @@ class SteeredPath:
         """Raise InputError if the steering was made for another kind of target."""
         if not target_info.num_layers:
             raise InputError("a steered draft model reads the target's hidden states, and this target shows none")
-        made, here = (
+        made_for, here = (
             (config.target_layers, config.target_size),
             (target_info.num_layers, target_info.hidden_size),
         )
-        if made != here:
+        if made_for != here:
             raise InputError(
-                f"the steering in {self.path} was made for a target with {made[0]} layers of width {made[1]}, and this "
-                f"target has {here[0]} layers of width {here[1]}"
+                f"the steering in {self.path} was made for a target with {made_for[0]} layers of width {made_for[1]}, "
+                f"and this target has {here[0]} layers of width {here[1]}"
             )

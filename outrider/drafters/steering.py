@@ -135,28 +135,28 @@ def read_steering(path: str, *, revision: str | None = None) -> Steering:
 
 
 def _config(path: str, file: str) -> SteeringConfig:
-    given = json_object(file, CONFIG, path)
-    kind, convention = given.get("format"), given.get("convention")
+    config = json_object(file, CONFIG, path)
+    kind, convention = config.get("format"), config.get("convention")
     if kind != FORMAT or convention != CONVENTION:
         raise InputError(
             f"{CONFIG} of {path} has the format {kind!r} with the convention {convention!r}, and this version reads "
             f"{FORMAT!r} with {CONVENTION!r}"
         )
     return SteeringConfig(
-        taps=whole_numbers(given.get("taps"), "taps", path, file=CONFIG),
-        target_layers=size(given, "target_layers", path, file=CONFIG),
-        target_size=size(given, "target_size", path, file=CONFIG),
-        widths=whole_numbers(given.get("widths"), "widths", path, file=CONFIG),
-        rank=None if given.get("rank") is None else size(given, "rank", path, file=CONFIG),
+        taps=whole_numbers(config.get("taps"), "taps", path, file=CONFIG),
+        target_layers=size(config, "target_layers", path, file=CONFIG),
+        target_size=size(config, "target_size", path, file=CONFIG),
+        widths=whole_numbers(config.get("widths"), "widths", path, file=CONFIG),
+        rank=None if config.get("rank") is None else size(config, "rank", path, file=CONFIG),
     )
 
 
 def _file(path: str, name: str, revision: str | None) -> str:
     """A local copy of a file in a directory or at a hub id."""
     try:
-        found = cached_file(path, name, revision=revision or "main")
+        file = cached_file(path, name, revision=revision or "main")
     except (OSError, ValueError) as error:
         raise InputError(
             f"there is no steering in {path}: it has no {name}; `outrider train steer` writes one beside a draft model"
         ) from error
-    return str(found)
+    return str(file)

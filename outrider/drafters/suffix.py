@@ -45,7 +45,7 @@ class SuffixState:
     predicts, if there is one; changes in place.
     """
 
-    own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     shared: SuffixMatch | None = None
     drafting: dict[int, list[SuffixMatch]] = field(default_factory=dict)
     prediction: PredictedText | None = None
@@ -99,15 +99,17 @@ class SuffixDrafter(TokenOnly):
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         tokens = []
         for state in states:
-            own = _own(state)
-            for token in state.tokens[own.own.size :]:
-                own.own.append(token)
-                own.shared = None if own.shared is None else own.shared.step(token)
-            here = own.own.repeated_suffix()
-            matches = [SuffixMatch(automaton=own.own, state=here, length=own.own.length[here])]
-            own.drafting = {0: matches if own.shared is None else [*matches, own.shared]}
-            predicted = -1 if own.prediction is None else own.prediction.begin(state.tokens)
-            tokens.append(predicted if predicted >= 0 else self._likeliest(own.drafting[0]))
+            drafter_state = _suffix_state(state)
+            for token in state.tokens[drafter_state.automaton.size :]:
+                drafter_state.automaton.append(token)
+                drafter_state.shared = None if drafter_state.shared is None else drafter_state.shared.step(token)
+            here = drafter_state.automaton.repeated_suffix()
+            matches = [
+                SuffixMatch(automaton=drafter_state.automaton, state=here, length=drafter_state.automaton.length[here])
+            ]
+            drafter_state.drafting = {0: matches if drafter_state.shared is None else [*matches, drafter_state.shared]}
+            predicted = -1 if drafter_state.prediction is None else drafter_state.prediction.begin(state.tokens)
+            tokens.append(predicted if predicted >= 0 else self._likeliest(drafter_state.drafting[0]))
         return Guess(tokens=np.array(tokens))
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
@@ -120,16 +122,16 @@ class SuffixDrafter(TokenOnly):
             frontier.tokens.tolist(),
             strict=True,
         ):
-            own = _own(states[owner])
-            if own.prediction is not None and own.prediction.drafts:
-                tokens.append(own.prediction.further(depth))
+            drafter_state = _suffix_state(states[owner])
+            if drafter_state.prediction is not None and drafter_state.prediction.drafts:
+                tokens.append(drafter_state.prediction.further(depth))
                 continue
-            own.drafting[node] = [match.step(token) for match in own.drafting[parent]]
-            tokens.append(self._likeliest(own.drafting[node]))
+            drafter_state.drafting[node] = [match.step(token) for match in drafter_state.drafting[parent]]
+            tokens.append(self._likeliest(drafter_state.drafting[node]))
         return Guess(tokens=np.array(tokens))
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
-        note_accepted([_own(state).prediction for state in states], paths)
+        note_accepted([_suffix_state(state).prediction for state in states], paths)
 
     def predicted(self, state: object) -> tuple[int, int]:
         return counts(state.prediction if isinstance(state, SuffixState) else None)
@@ -174,7 +176,7 @@ def _entry(line: str, place: str, target_info: TargetInfo) -> list[int]:
     return tokens
 
 
-def _own(state: Running) -> SuffixState:
+def _suffix_state(state: Running) -> SuffixState:
     if not isinstance(state.drafter_state, SuffixState):
         raise TypeError(f"suffix keeps a SuffixState, got {type(state.drafter_state).__name__}")
     return state.drafter_state

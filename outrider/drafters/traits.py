@@ -55,8 +55,8 @@ class Traits:
 def exports_of(kind: Any) -> Exports:
     """Which other engines run a kind of drafters; `Traits.of` says what a kind is."""
     spec = _spec(kind)
-    found: Exports = _drafter(kind).exports if spec is None else spec.exports
-    return found
+    exports: Exports = _drafter(kind).exports if spec is None else spec.exports
+    return exports
 
 
 def _spec(kind: Any) -> Any:

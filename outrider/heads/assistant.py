@@ -269,20 +269,20 @@ class AssistantDrafter(LastStateDrafter[AssistantState]):
         hidden = self.newest(states).to(self.device, self.head.dtype, non_blocking=True)
         logits, head_output = self.head(tokens, hidden[:, None], seen)
         for row, (state, own_state) in enumerate(zip(states, head_output[:, 0], strict=True)):
-            own = self.own(state)
+            own = self.state_of(state)
             own.seen, own.row, own.head_output = seen, row, {0: own_state}
         return Guess(logits=logits[:, 0])
 
     @torch.inference_mode()
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         owners, first, counts = np.unique(frontier.owners, return_index=True, return_counts=True)
-        owns = [self.own(states[owner]) for owner in owners.tolist()]
+        owns = [self.state_of(states[owner]) for owner in owners.tolist()]
         seen = _seen(owns)
         # Padding repeats the last node of a request.
         columns = np.minimum(np.arange(counts.max()), counts[:, None] - 1)
         index = torch.from_numpy(first[:, None] + columns).to(self.device, non_blocking=True)
         pairs = zip(frontier.owners.tolist(), frontier.parents.tolist(), strict=True)
-        before = torch.stack([self.own(states[owner]).head_output[parent] for owner, parent in pairs])
+        before = torch.stack([self.state_of(states[owner]).head_output[parent] for owner, parent in pairs])
         tokens = frontier.tokens.to(self.device, non_blocking=True)
         logits, head_output = self.head(tokens[index], before[index], seen)
         places = np.arange(len(frontier.owners)) - np.repeat(first, counts)
@@ -290,11 +290,11 @@ class AssistantDrafter(LastStateDrafter[AssistantState]):
         flat = flat.to(self.device, non_blocking=True)
         returned = head_output.flatten(0, 1)[flat]
         for i, (owner, node) in enumerate(zip(frontier.owners.tolist(), frontier.nodes.tolist(), strict=True)):
-            self.own(states[owner]).head_output[node] = returned[i]
+            self.state_of(states[owner]).head_output[node] = returned[i]
         return Guess(logits=logits.flatten(0, 1)[flat])
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
-        owns, left = [self.own(state) for state in states], np.array(counts)
+        owns, left = [self.state_of(state) for state in states], np.array(counts)
         seen = _seen(owns)
         before = torch.stack([own.head_output[0] for own in owns])
 
@@ -312,7 +312,7 @@ class AssistantDrafter(LastStateDrafter[AssistantState]):
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         for state in states:
-            own = self.own(state)
+            own = self.state_of(state)
             own.seen, own.head_output = None, {}
 
     def cast(self, target_info: TargetInfo) -> "AssistantDrafter":

@@ -302,7 +302,7 @@ class RescoredDrafter(StateHeadsDrafter[RescoredState]):
 
     def _theirs(self, states: Sequence[Running]) -> list[Running]:
         """The requests as the language model sees them."""
-        return [replace(state, drafter_state=self.own(state).rescorer) for state in states]
+        return [replace(state, drafter_state=self.state_of(state).rescorer) for state in states]
 
     @torch.inference_mode()
     def _chosen(self, states: Sequence[Running], depths: Sequence[int], guess: Guess) -> Int[np.ndarray, " n"]:
@@ -367,7 +367,7 @@ class PathsDrafter(StateHeadsDrafter[PathsState]):
         best = logs.topk(min(self.top_k, logs.shape[-1]), -1)
         tokens, scores = best.indices.cpu().numpy(), best.values.double().cpu().numpy()
         for i, (state, depth) in enumerate(zip(states, depths, strict=True)):
-            own = self.own(state)
+            own = self.state_of(state)
             own.prefixes = {0: ()}
             own.paths = best_paths(
                 tokens[i, :depth],
@@ -384,7 +384,7 @@ class PathsDrafter(StateHeadsDrafter[PathsState]):
         rows = []
         nodes = zip(frontier.owners.tolist(), frontier.parents.tolist(), frontier.nodes.tolist(), strict=True)
         for (owner, parent, node), token in zip(nodes, frontier.tokens.tolist(), strict=True):
-            own = self.own(states[owner])
+            own = self.state_of(states[owner])
             own.prefixes[node] = (*own.prefixes[parent], token)
             rows.append(self._behind(states[owner], own.prefixes[node]))
         return Guess(logits=torch.stack(rows))
@@ -407,7 +407,7 @@ class PathsDrafter(StateHeadsDrafter[PathsState]):
 
     def _behind(self, state: Running, prefix: tuple[int, ...]) -> Float[Tensor, " width"]:
         """Logits behind a prefix of a draft; -inf for tokens that follow it in no path."""
-        paths = self.own(state).paths
+        paths = self.state_of(state).paths
         if paths is None:
             raise RuntimeError("paths are found before nodes are expanded")
         tokens, scores = paths.behind(prefix)

@@ -313,7 +313,7 @@ class DSparkDrafter(BlockDrafter[SparkState]):
         extension = self.run_block(states, depths)
         blocks = extension.logits.split(list(depths))
         for i, (state, block, depth) in enumerate(zip(states, blocks, depths, strict=True)):
-            own = self.own(state)
+            own = self.state_of(state)
             own.block, own.read, own.survival = block, {}, {}
             if extension.features is not None:
                 begin = i * self.block_size + first
@@ -322,7 +322,7 @@ class DSparkDrafter(BlockDrafter[SparkState]):
         root = np.zeros(len(states), dtype=np.int64)
         logits, read = self._corrected(states, root, anchors, self._head.start(len(states)))
         for state, row in zip(states, read, strict=True):
-            self.own(state).read[0] = row
+            self.state_of(state).read[0] = row
         survival = self._survival(states, root, root, root - 1, anchors)
         return Guess(logits=logits, short_list=self.short_list, survival=survival)
 
@@ -330,16 +330,16 @@ class DSparkDrafter(BlockDrafter[SparkState]):
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         owners = [states[owner] for owner in frontier.owners.tolist()]
         above = zip(owners, frontier.parents.tolist(), strict=True)
-        before = torch.stack([self.own(owner).read[parent] for owner, parent in above])
+        before = torch.stack([self.state_of(owner).read[parent] for owner, parent in above])
         logits, read = self._corrected(owners, frontier.depths, frontier.tokens, before)
         for owner, node, row in zip(owners, frontier.nodes.tolist(), read, strict=True):
-            self.own(owner).read[node] = row
+            self.state_of(owner).read[node] = row
         survival = self._survival(owners, frontier.depths, frontier.nodes, frontier.parents, frontier.tokens)
         return Guess(logits=logits, short_list=self.short_list, survival=survival)
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
         left, depth = np.array(counts), 0
-        read = torch.stack([self.own(state).read[0] for state in states])
+        read = torch.stack([self.state_of(state).read[0] for state in states])
 
         @torch.inference_mode()
         def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
@@ -386,7 +386,7 @@ class DSparkDrafter(BlockDrafter[SparkState]):
         if (judge := self._judge) is None:
             return None
         markov = cast(MarkovHead, self._head)
-        pairs = list(zip(map(self.own, states), depths.tolist(), strict=True))
+        pairs = list(zip(map(self.state_of, states), depths.tolist(), strict=True))
         hidden = None
         if all(own.hidden is not None for own, _ in pairs):
             hidden = torch.stack([_at(own.hidden, depth) for own, depth in pairs])
@@ -413,7 +413,7 @@ class DSparkDrafter(BlockDrafter[SparkState]):
             tokens: The token of each node.
             before: The state of the sequential head behind its parent.
         """
-        pairs = list(zip(map(self.own, states), depths.tolist(), strict=True))
+        pairs = list(zip(map(self.state_of, states), depths.tolist(), strict=True))
         base = torch.stack([_at(own.block, depth) for own, depth in pairs])
         hidden = None
         if all(own.hidden is not None for own, _ in pairs):

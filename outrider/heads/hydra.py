@@ -273,14 +273,14 @@ class HydraDrafter(SequentialDrafter[HydraState]):
         features = self.norm(observed.taps[self.tap]).to(prefix.device, prefix.dtype, non_blocking=True)
         [tokens], segments = upload([observed.tokens], prefix.device), []
         for i, state in enumerate(states):
-            slot, first, end = _slot(self.own(state)), int(observed.offsets[i]), int(observed.offsets[i + 1])
+            slot, first, end = _slot(self.state_of(state)), int(observed.offsets[i]), int(observed.offsets[i + 1])
             end = min(end, first + prefix.max_context - prefix.length(slot))
             segments.append(Segment(slot=slot, tokens=tokens[first:end], features=features[first:end], logits="none"))
         found = cast(Tensor, prefix.extend(segments).features)
         prefix.commit({segment.slot: range(len(segment.tokens)) for segment in segments})
         end = 0
         for state, segment in zip(states, segments, strict=True):
-            own, end = self.own(state), end + len(segment.tokens)
+            own, end = self.state_of(state), end + len(segment.tokens)
             own.num_seen = prefix.length(segment.slot)
             if len(segment.tokens):
                 own.newest = found[end - 1].clone()

@@ -235,11 +235,11 @@ class JakiroDrafter(FeatureDrafter[JakiroState]):
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         for state, depth in zip(states, depths, strict=True):
-            self.own(state).depth = depth
+            self.state_of(state).depth = depth
         return super().begin(states, depths)
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
-        owners = [self.own(states[owner]) for owner in frontier.owners.tolist()]
+        owners = [self.state_of(states[owner]) for owner in frontier.owners.tolist()]
         deepest = np.array([own.depth for own in owners]) == frontier.depths + 1
         if not deepest.any():
             return super().expand(states, frontier)
@@ -252,8 +252,8 @@ class JakiroDrafter(FeatureDrafter[JakiroState]):
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
         left = np.array(counts)
-        follow = chain(self.lm, [self.own(state).slot for state in states], (left - 1).clip(0).tolist())
-        head_output = torch.stack([self.own(state).head_output[0] for state in states])
+        follow = chain(self.lm, [self.state_of(state).slot for state in states], (left - 1).clip(0).tolist())
+        head_output = torch.stack([self.state_of(state).head_output[0] for state in states])
 
         def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
             nonlocal head_output, left

@@ -192,21 +192,21 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
         super().observe(states, observed)
         for k, lm in enumerate(self.deeper, 1):
-            long = [state for state in states if self.own(state).layers[k].num_pending >= BACKLOG]
+            long = [state for state in states if self.state_of(state).layers[k].num_pending >= BACKLOG]
             # As in the first layer, one position waits for the next draft.
             if long:
-                segments = self._missed(long, k, [self.own(state).layers[k].num_pending - 1 for state in long])
+                segments = self._missed(long, k, [self.state_of(state).layers[k].num_pending - 1 for state in long])
                 extension = lm.extend(segments)
                 counts = [len(segment.tokens) for segment in segments]
                 lm.commit({segment.slot: range(count) for segment, count in zip(segments, counts, strict=True)})
                 for state, count in zip(long, counts, strict=True):
-                    self.own(state).layers[k].forget(count)
+                    self.state_of(state).layers[k].forget(count)
                 parts = output_features(extension).split(counts)
                 self._hand_on(long, k, parts)
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         for state in states:
-            own = self.own(state)
+            own = self.state_of(state)
             own.nodes, own.waiting = {}, [0] * len(self.deeper)
             for each in own.deeper:
                 each.fed, each.head_output = {}, {}
@@ -216,7 +216,7 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
         tokens = frontier.tokens.to(self.lm.device)
         for i, owner in enumerate(frontier.owners.tolist()):
             node = ExpandedNode(parent=int(frontier.parents[i]), depth=int(frontier.depths[i]), token=tokens[i])
-            self.own(states[owner]).nodes[int(frontier.nodes[i])] = node
+            self.state_of(states[owner]).nodes[int(frontier.nodes[i])] = node
         owners = np.unique(frontier.owners).tolist()
         wanted = [frontier.nodes[frontier.owners == owner].tolist() for owner in owners]
         k = min(int(frontier.depths[0]), len(self.deeper))
@@ -227,7 +227,7 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
         parts = output_features(extension).split([len(segment.tokens) for segment in segments])
         committed = []
         for state, nodes, part in zip(running, new, parts, strict=True):
-            count, head_output = len(part) - len(nodes), self.own(state).layers[k].head_output
+            count, head_output = len(part) - len(nodes), self.state_of(state).layers[k].head_output
             head_output |= dict(zip(nodes, part[count:], strict=True))
             if count:
                 head_output[0] = part[count - 1]
@@ -253,7 +253,7 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         super().commit(states, paths)
-        owns = [self.own(state) for state in states]
+        owns = [self.state_of(state) for state in states]
         for k, lm in enumerate(self.deeper):
             counts = [own.waiting[k] if own.waiting else 0 for own in owns]
             lm.commit({own.deeper[k].slot: range(count) for own, count in zip(owns, counts, strict=True)})
@@ -298,11 +298,11 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
         if k < len(self.deeper):
             for state, part in zip(states, parts, strict=True):
                 if len(part):
-                    self.own(state).layers[k + 1].pending_features.append(part)
+                    self.state_of(state).layers[k + 1].pending_features.append(part)
 
     def _missed(self, states: Sequence[Running], k: int, counts: Sequence[int]) -> list[Segment]:
         """The next committed positions that layer k has not read of each request, at most `counts[i]`."""
-        owns, lm = [self.own(state).layers[k] for state in states], self.lms[k]
+        owns, lm = [self.state_of(state).layers[k] for state in states], self.lms[k]
         texts = []
         for state, own, count in zip(states, owns, counts, strict=True):
             first = lm.length(own.slot) + 1 + k
@@ -320,7 +320,7 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
         Args:
             wanted: The logits of this many nodes are wanted, the last ones.
         """
-        wholes = [self.own(state) for state in states]
+        wholes = [self.state_of(state) for state in states]
         late = [i for i, whole in enumerate(wholes) if 0 not in whole.layers[k].fed and whole.layers[k].num_pending]
         counts = [wholes[i].layers[k].num_pending for i in late]
         missed = dict(zip(late, self._missed([states[i] for i in late], k, counts), strict=True)) if late else {}
@@ -379,7 +379,7 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
     def _unfed(self, state: Running, k: int, nodes: Sequence[int]) -> list[int]:
         """The nodes, and those before them, that layer k has not read; parents first. Its first position is k + 1."""
         found: set[int] = set()
-        own, anchor = self.own(state), len(state.tokens) - 1
+        own, anchor = self.state_of(state), len(state.tokens) - 1
         for node in nodes:
             while node and node not in own.layers[k].fed and node not in found and anchor + own.nodes[node].depth > k:
                 found.add(node)

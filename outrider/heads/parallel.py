@@ -320,19 +320,19 @@ class ParallelDrafter(MarginalDrafter, FeatureDrafter[ParallelState]):
         return len(self.slots) + 1
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        pairs = self._pairs(states, [self.own(state).num_pending for state in states], "last")
+        pairs = self._pairs(states, [self.state_of(state).num_pending for state in states], "last")
         slots = torch.tensor(self.slots, dtype=torch.long).to(self.lm.device, non_blocking=True)
         segments = [_before(pair, slots[: depth - 1]) for pair, depth in zip(pairs, depths, strict=True)]
         blocks = self.lm.extend(segments).logits.split(list(depths))
         self.lm.commit({pair.slot: range(len(pair.tokens)) for pair in pairs})
         for state, pair, block in zip(states, pairs, blocks, strict=True):
-            own = self.own(state)
+            own = self.state_of(state)
             own.forget(len(pair.tokens))
             own.block = block
         return Guess(logits=torch.stack([block[0] for block in blocks]), short_list=self.short_list)
 
     def guessed(self, state: Running) -> Float[Tensor, "depth vocab"] | None:
-        return self.own(state).block
+        return self.state_of(state).block
 
     def on_tables(self, vocab_size: int, seed: int) -> "ParallelDrafter":
         made = super().on_tables(vocab_size, seed)

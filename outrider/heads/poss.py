@@ -227,7 +227,7 @@ class PossDrafter(FeatureDrafter[PossState]):
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
         features = self.features(observed.taps)
         for number, lm in enumerate(self.lms):
-            owns = [self.own(state).all()[number] for state in states]
+            owns = [self.state_of(state).all()[number] for state in states]
             many = append_features(lm, owns, features, observed.offsets)
             if many:
                 counts = [owns[i].num_pending - 1 for i in many]
@@ -237,7 +237,7 @@ class PossDrafter(FeatureDrafter[PossState]):
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         guess = super().begin(states, depths)
-        for own in map(self.own, states):
+        for own in map(self.state_of, states):
             own.fed, own.above, own.tokens = {0: -1}, {}, {}
         return guess
 
@@ -248,7 +248,7 @@ class PossDrafter(FeatureDrafter[PossState]):
         extension = self.lms[number].extend(segments)
         parts = cast(Tensor, extension.features).split([len(segment.tokens) for segment in segments])
         for (state, nodes), part in zip(groups, parts, strict=True):
-            self.own(state).head_output |= dict(zip(nodes, part[len(part) - len(nodes) :].unbind(0), strict=True))
+            self.state_of(state).head_output |= dict(zip(nodes, part[len(part) - len(nodes) :].unbind(0), strict=True))
         return Guess(logits=extension.logits, short_list=self.short_list)
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
@@ -266,7 +266,7 @@ class PossDrafter(FeatureDrafter[PossState]):
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         super().commit(states, paths)
         for number, lm in enumerate(self.further, start=1):
-            reached = [own for state in states if (own := self.own(state).all()[number]).fed]
+            reached = [own for state in states if (own := self.state_of(state).all()[number]).fed]
             lm.commit({own.slot: range(own.fed[0] + 1) for own in reached})
             for own in reached:
                 own.forget(own.fed[0] + 1)
@@ -310,7 +310,7 @@ class PossDrafter(FeatureDrafter[PossState]):
 
     def _segments(self, number: int, groups: Sequence[tuple[Running, list[int]]]) -> list[Segment]:
         """What a specialist must read of each request to guess after some nodes. Their logits are wanted."""
-        lm, drafts = self.lms[number], [self.own(state) for state, _ in groups]
+        lm, drafts = self.lms[number], [self.state_of(state) for state, _ in groups]
         owns = [draft.all()[number] for draft in drafts]
         committed = self._committed(number, [state for state, _ in groups])
         lacking = [
@@ -342,7 +342,7 @@ class PossDrafter(FeatureDrafter[PossState]):
         """The committed pairs of the requests whose draft reaches a specialist for the first time, by their places.
         Notes the pending number of the newest of them.
         """
-        owns = [self.own(state).all()[number] for state in states]
+        owns = [self.state_of(state).all()[number] for state in states]
         new = [i for i, own in enumerate(owns) if 0 not in own.fed]
         if not new:
             return {}
@@ -358,7 +358,7 @@ class PossDrafter(FeatureDrafter[PossState]):
         starts = np.flatnonzero(np.diff(frontier.owners, prepend=-1)).tolist()
         for first, end in zip(starts, [*starts[1:], len(nodes)], strict=True):
             state = states[int(frontier.owners[first])]
-            own = self.own(state)
+            own = self.state_of(state)
             own.above |= dict(zip(nodes[first:end], above[first:end], strict=True))
             own.tokens |= dict(zip(nodes[first:end], frontier.tokens[first:end].unbind(0), strict=True))
             yield state, nodes[first:end]

@@ -131,7 +131,7 @@ def test_the_most_frequent_continuation_wins_and_the_latest_on_a_tie() -> None:
 def test_a_long_periodic_context_is_continued_by_an_automaton_of_linear_size() -> None:
     state = running(SuffixDrafter(), [1, 2, 3] * 1000)
     assert chain(SuffixDrafter(), state, 7) == [1, 2, 3, 1, 2, 3, 1]
-    assert len(_own(state.drafter_state).own.length) <= 2 * 3000
+    assert len(_own(state.drafter_state).automaton.length) <= 2 * 3000
 
 
 @given(documents=st.lists(texts, min_size=1, max_size=4), text=texts, depth=st.integers(1, 8))
@@ -205,4 +205,4 @@ def _own(state: object) -> SuffixState:
 
 
 def _inside(state: object) -> dict[str, object]:
-    return dict(vars(_own(state).own))
+    return dict(vars(_own(state).automaton))

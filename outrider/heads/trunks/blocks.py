@@ -622,7 +622,7 @@ class BlockDrafter(MarginalDrafter, SlottedDrafter[Blocks]):
         features = torch.cat([observed.taps[tap] for tap in self.reads], -1).to(self.lm.device, non_blocking=True)
         [tokens], segments = upload([observed.tokens], self.lm.device), []
         for i, state in enumerate(states):
-            slot, first, end = self.own(state).slot, int(observed.offsets[i]), int(observed.offsets[i + 1])
+            slot, first, end = self.state_of(state).slot, int(observed.offsets[i]), int(observed.offsets[i + 1])
             end = min(end, first + self.lm.max_context - self.lm.length(slot))
             segments.append(Segment(slot=slot, tokens=tokens[first:end], features=features[first:end], logits="none"))
         self.lm.extend(segments)
@@ -631,7 +631,7 @@ class BlockDrafter(MarginalDrafter, SlottedDrafter[Blocks]):
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         blocks = self.run_block(states, depths).logits.split(list(depths))
         for state, block in zip(states, blocks, strict=True):
-            self.own(state).block = block
+            self.state_of(state).block = block
         return Guess(logits=torch.stack([block[0] for block in blocks]), short_list=self.short_list)
 
     def run_block(self, states: Sequence[Running], depths: Sequence[int]) -> Extension:
@@ -643,7 +643,7 @@ class BlockDrafter(MarginalDrafter, SlottedDrafter[Blocks]):
         tokens[:, 0] = torch.tensor([state.tokens[-1] for state in states])
         rows, sight = tokens.to(self.lm.device, non_blocking=True), sees_all(size)
         segments = [
-            Segment(slot=self.own(state).slot, tokens=row, logits=range(first, first + depth), sees=sight)
+            Segment(slot=self.state_of(state).slot, tokens=row, logits=range(first, first + depth), sees=sight)
             for state, row, depth in zip(states, rows, depths, strict=True)
         ]
         extension = self.lm.extend(segments)
@@ -651,7 +651,7 @@ class BlockDrafter(MarginalDrafter, SlottedDrafter[Blocks]):
         return extension
 
     def guessed(self, state: Running) -> Float[Tensor, "depth vocab"] | None:
-        return self.own(state).block
+        return self.state_of(state).block
 
     def needs(self, state: object, length: int) -> int:
         return min(self.lm.length(self.checked(state).slot), length)

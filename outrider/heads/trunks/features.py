@@ -269,34 +269,34 @@ class OwnFeatures(SlottedDrafter[Features]):
         return self.state(slot=self.lm.open())
 
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
-        owns = [self.own(state) for state in states]
+        owns = [self.state_of(state) for state in states]
         many = append_features(self.lm, owns, self.features(observed.taps), observed.offsets)
         if many:
             # The last pair waits, so that the next draft has one to begin with.
             self._read([states[i] for i in many], [owns[i].num_pending - 1 for i in many], "none")
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        counts = [self.own(state).num_pending for state in states]
+        counts = [self.state_of(state).num_pending for state in states]
         extension = self._read(states, counts, "last")
         ends = np.cumsum(counts) - 1
         for state, end in zip(states, ends.tolist(), strict=True):
-            own = self.own(state)
+            own = self.state_of(state)
             own.fed, own.head_output = {}, {0: output_features(extension)[end]}
         return Guess(logits=extension.logits, short_list=self.short_list)
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         pairs = zip(frontier.owners.tolist(), frontier.parents.tolist(), strict=True)
         features = self.next_feature(
-            torch.stack([self.own(states[owner]).head_output[parent] for owner, parent in pairs])
+            torch.stack([self.state_of(states[owner]).head_output[parent] for owner, parent in pairs])
         )
-        segments = tree_segments([self.own(state) for state in states], frontier, self.lm.device, features)
+        segments = tree_segments([self.state_of(state) for state in states], frontier, self.lm.device, features)
         extension = self.lm.extend(segments)
         for i, (owner, node) in enumerate(zip(frontier.owners.tolist(), frontier.nodes.tolist(), strict=True)):
-            self.own(states[owner]).head_output[node] = output_features(extension)[i]
+            self.state_of(states[owner]).head_output[node] = output_features(extension)[i]
         return Guess(logits=extension.logits, short_list=self.short_list)
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
-        owns = [self.own(state) for state in states]
+        owns = [self.state_of(state) for state in states]
         head_output = torch.stack([own.head_output[0] for own in owns])
         return LinkedChain(self.lm, [own.slot for own in owns], counts, self._links, head_output)
 
@@ -307,7 +307,7 @@ class OwnFeatures(SlottedDrafter[Features]):
         return Links(logits=_unchanged, next_feature=self.next_feature, ids=ids)
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
-        self.lm.commit({self.own(state).slot: [] for state in states})
+        self.lm.commit({self.state_of(state).slot: [] for state in states})
 
     def needs(self, state: object, length: int) -> int:
         return needed(self.lm, self.checked(state), length)
@@ -330,13 +330,13 @@ class OwnFeatures(SlottedDrafter[Features]):
         self, states: Sequence[Running], counts: Sequence[int], logits: Literal["last", "none"]
     ) -> list[Segment]:
         """The next `counts[i]` pairs that each request's slot lacks."""
-        return next_pairs(self.lm, [self.own(state) for state in states], states, counts, logits)
+        return next_pairs(self.lm, [self.state_of(state) for state in states], states, counts, logits)
 
     def _read(self, states: Sequence[Running], counts: Sequence[int], logits: Literal["last", "none"]) -> Extension:
         """Run the head on the next pairs of each request, and commit them."""
         extension = read(self.lm, self._pairs(states, counts, logits))
         for state, count in zip(states, counts, strict=True):
-            self.own(state).forget(count)
+            self.state_of(state).forget(count)
         return extension
 
 

@@ -66,20 +66,20 @@ class SequentialDrafter(LastStateHeadDrafter[Sequential]):
         before = self.computing.begin(hidden.to(weight.device, weight.dtype, non_blocking=True))
         anchors = torch.tensor([state.tokens[-1] for state in states])
         for state in states:
-            self.own(state).read = {}
+            self.state_of(state).read = {}
         return self._guess(states, [0] * len(states), before, anchors, 0)
 
     @torch.inference_mode()
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         owners = [states[owner] for owner in frontier.owners.tolist()]
         above = zip(owners, frontier.parents.tolist(), strict=True)
-        before = torch.stack([self.own(owner).read[parent] for owner, parent in above])
+        before = torch.stack([self.state_of(owner).read[parent] for owner, parent in above])
         # All nodes of a frontier have one depth.
         return self._guess(owners, frontier.nodes.tolist(), before, frontier.tokens, int(frontier.depths[0]))
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
         left, depth = np.array(counts), 0
-        read = torch.stack([self.own(state).read[0] for state in states])
+        read = torch.stack([self.state_of(state).read[0] for state in states])
 
         @torch.inference_mode()
         def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
@@ -103,5 +103,5 @@ class SequentialDrafter(LastStateHeadDrafter[Sequential]):
         """Guesses behind nodes of one depth, whose tokens are read and kept."""
         read = self.computing.read(before, tokens.to(before.device, non_blocking=True), depth)
         for owner, node, row in zip(owners, nodes, read, strict=True):
-            self.own(owner).read[node] = row
+            self.state_of(owner).read[node] = row
         return Guess(logits=self.computing.logits(read, depth)[..., : self.vocab_size])
