@@ -76,32 +76,32 @@ class GrammarConstraint:
 
     def masks(self, state: object, tokens: Sequence[int], parents: Sequence[int]) -> Int[Tensor, "nodes words"]:
         """The tokens that may follow each node. Raises InputError if no token may follow the root."""
-        own = _state(state)
+        grammar_state = _state(state)
         paths: list[tuple[int, ...]] = []
         for token, parent in zip(tokens, parents, strict=True):
             paths.append(() if parent < 0 else (*paths[parent], token))
         # A node comes behind its parent.
-        for path in sorted(set(paths).difference(own.rows)):
-            matcher = own.nodes[path] = self._next(own, path) if path else own.matcher
+        for path in sorted(set(paths).difference(grammar_state.rows)):
+            matcher = grammar_state.nodes[path] = self._next(grammar_state, path) if path else grammar_state.matcher
             row = self._silence() if matcher is None else self._row(matcher)
             if not row.any():
                 if not path:
                     raise InputError(self._stuck())
                 # The draft left the grammar's reachable part; plain decoding would not have come here.
                 row = self._silence()
-            own.rows[path] = row
-        return torch.stack([own.rows[path] for path in paths])
+            grammar_state.rows[path] = row
+        return torch.stack([grammar_state.rows[path] for path in paths])
 
     def commit(self, state: object, tokens: Sequence[int]) -> None:
         """Advance by emitted tokens. Raises InputError if the library does not accept a token that it allows."""
-        own = _state(state)
-        own.nodes.clear()
-        own.rows.clear()
+        grammar_state = _state(state)
+        grammar_state.nodes.clear()
+        grammar_state.rows.clear()
         for token in tokens:
-            if not own.matcher.ended:
-                if own.matcher.accept(token):
+            if not grammar_state.matcher.ended:
+                if grammar_state.matcher.accept(token):
                     continue
-                row = self._row(own.matcher)
+                row = self._row(grammar_state.matcher)
                 if not row.any():
                     raise InputError(self._stuck())
                 if _allows(row, token):

@@ -53,10 +53,10 @@ def compiled(
     reader = _reader(tokenizer, vocab_size, eos_ids)
     limits = llguidance.LLParserLimits(verbose_errors=False)
     texts = [text + FREE for text in _texts(grammar, tokenizer)]
-    made = [llguidance.LLMatcher(reader, text, log_level=0, limits=limits) for text in texts]
-    if made[-1].is_error():
-        raise InputError(_reason(made[-1].get_error()))
-    first = next(matcher for matcher in made if not matcher.is_error())
+    matchers = [llguidance.LLMatcher(reader, text, log_level=0, limits=limits) for text in texts]
+    if matchers[-1].is_error():
+        raise InputError(_reason(matchers[-1].get_error()))
+    first = next(matcher for matcher in matchers if not matcher.is_error())
     ends = torch.zeros(-(-vocab_size // 32) * 32, dtype=torch.bool)
     ends[sorted(eos_ids)] = True
     packed = pack(ends[None])[0]

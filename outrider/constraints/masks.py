@@ -42,17 +42,17 @@ def batch_masks(
     masked = [owner for owner in np.unique(owners).tolist() if is_masked(states[owner])]
     if not masked:
         return None
-    said = tokens.cpu().numpy()
-    found = torch.full((len(owners), -(-vocab_size // 32)), -1, dtype=torch.int32)
+    token_ids = tokens.cpu().numpy()
+    allowed = torch.full((len(owners), -(-vocab_size // 32)), -1, dtype=torch.int32)
     for owner in masked:
-        state, own = states[owner], np.flatnonzero(owners == owner)
-        above = parents[own].tolist()
-        masks = found[torch.from_numpy(own)]
+        state, nodes = states[owner], np.flatnonzero(owners == owner)
+        above = parents[nodes].tolist()
+        masks = allowed[torch.from_numpy(nodes)]
         if state.request.constraint is not None:
-            masks = state.request.constraint.masks(state.constraint_state, said[own].tolist(), above).clone()
+            masks = state.request.constraint.masks(state.constraint_state, token_ids[nodes].tolist(), above).clone()
         _forbid_ends(masks, state, above)
-        found[torch.from_numpy(own)] = masks
-    return found
+        allowed[torch.from_numpy(nodes)] = masks
+    return allowed
 
 
 def _forbid_ends(masks: Int[Tensor, "nodes words"], state: Running, parents: Sequence[int]) -> None:

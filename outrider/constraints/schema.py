@@ -119,10 +119,10 @@ def check_pattern(pattern: str) -> None:
         outrider.core.inputs.InputError: '&&' in the character class '[a&&b]' has two meanings; put a
         backslash before it
     """
-    for found in CLASS.finditer(pattern):
-        if body := SET_OPERATOR.search(ESCAPED.sub("", found[1] or "")):
+    for character_class in CLASS.finditer(pattern):
+        if body := SET_OPERATOR.search(ESCAPED.sub("", character_class[1] or "")):
             raise InputError(
-                f"{body[0]!r} in the character class {found[0]!r} has two meanings; put a backslash before it"
+                f"{body[0]!r} in the character class {character_class[0]!r} has two meanings; put a backslash before it"
             )
 
 
@@ -229,10 +229,10 @@ def _resolved(schema: Any, root: Schema) -> Any:
     for _ in range(9):
         if not isinstance(schema, Mapping) or not str(schema.get("$ref", "")).startswith("#/"):
             return schema
-        found: Any = root
+        part: Any = root
         for name in schema["$ref"].split("/")[1:]:
-            found = found.get(name) if isinstance(found, Mapping) else None
-        schema = found
+            part = part.get(name) if isinstance(part, Mapping) else None
+        schema = part
     return None
 
 
@@ -255,18 +255,18 @@ def _with_named_properties(node: dict[str, Any], root: Schema) -> dict[str, Any]
     names = _resolved(node.get("propertyNames"), root)
     if OBJECT & node.keys() - {"propertyNames", "additionalProperties"} or not isinstance(names, Mapping):
         return node
-    said = names.keys() - {"type", "title", "description"}
+    keywords = names.keys() - {"type", "title", "description"}
     if names.get("type", "string") != "string":
         return node
     value = node.get("additionalProperties", True)
     rest = {key: each for key, each in node.items() if key not in ("propertyNames", "additionalProperties")}
-    if said == {"enum"} or said == {"const"}:
+    if keywords == {"enum"} or keywords == {"const"}:
         allowed = names["enum"] if "enum" in names else [names["const"]]
         listed = {name: value for name in allowed if isinstance(name, str)}
         return {**rest, "properties": listed, "additionalProperties": False}
-    if said == {"pattern"}:
+    if keywords == {"pattern"}:
         return {**rest, "patternProperties": {names["pattern"]: value}, "additionalProperties": False}
-    if said and said <= {"minLength", "maxLength"}:
+    if keywords and keywords <= {"minLength", "maxLength"}:
         length = f"{names.get('minLength', 0)},{names.get('maxLength', '')}"
         return {**rest, "patternProperties": {f"^(?s:.){{{length}}}$": value}, "additionalProperties": False}
     return node

@@ -101,15 +101,15 @@ class AllOf:
         return [each.open() for each in self.constraints]
 
     def masks(self, state: object, tokens: Sequence[int], parents: Sequence[int]) -> Int[Tensor, "nodes words"]:
-        found = [each.masks(own, tokens, parents) for each, own in self._with(state)]
-        both = found[0].clone()
-        for other in found[1:]:
+        masks = [each.masks(each_state, tokens, parents) for each, each_state in self._with(state)]
+        both = masks[0].clone()
+        for other in masks[1:]:
             both &= other
         return both
 
     def commit(self, state: object, tokens: Sequence[int]) -> None:
-        for each, own in self._with(state):
-            each.commit(own, tokens)
+        for each, each_state in self._with(state):
+            each.commit(each_state, tokens)
 
     def _with(self, state: object) -> list[tuple[Constraint, object]]:
         if not isinstance(state, list):
