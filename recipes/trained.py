@@ -28,7 +28,7 @@ from outrider.host.threads import use_threads
 from outrider.learning.batch import Document
 from outrider.learning.learner import Judging, Learner
 from outrider.lm.hf.open import open_config, open_model, open_tokenizer
-from outrider.theory.coverage import Coverage, expected
+from outrider.theory.coverage import Coverage, expected_coverage
 from outrider.training.data.batches import Batches
 from outrider.training.data.capture import capture
 from outrider.training.data.records import read_documents
@@ -221,7 +221,7 @@ def covered(chances: Float[np.ndarray, "places depth"]) -> Coverage:
     """
     begin = np.ones((len(chances), 1))
     survivals = list(np.concatenate([begin, np.cumprod(chances, 1)], 1))
-    return expected(survivals, len(chances) + chances.shape[1])
+    return expected_coverage(survivals, len(chances) + chances.shape[1])
 
 
 def short_run(seed: int, steps: int, batch_size: int, length: int, learning_rate: float) -> TrainSettings:

@@ -113,7 +113,7 @@ def recursive_without_replacement(
     rows = checked(target_probs, draft_probs, n)
     vocab = rows.p.shape[-1]
     target, draft = (side.cpu().reshape(-1, vocab).numpy() for side in (rows.p, rows.q))
-    found = []
+    rates = []
     for p, q in zip(target, draft, strict=True):
         support = int((q > 0).sum())
         draws = min(n, support)
@@ -123,8 +123,8 @@ def recursive_without_replacement(
                 f"{n} draws without replacement from {support} tokens branch up to {branches} times, "
                 f"and at most {MOST_BRANCHES} branches are followed; cut the rows by top-k or top-p, or take n = 2"
             )
-        found.append(_follow(p, q, draws))
-    return torch.tensor(found, dtype=torch.float64, device=rows.p.device).reshape(rows.p.shape[:-1])
+        rates.append(_follow(p, q, draws))
+    return torch.tensor(rates, dtype=torch.float64, device=rows.p.device).reshape(rows.p.shape[:-1])
 
 
 def kseq_acceptance(

@@ -87,10 +87,10 @@ def coverage(
             f"got before={bound}"
         )
     places = range(min(bound, length))
-    return expected([survival(log_ratios[place : place + gamma], rule) for place in places], length)
+    return expected_coverage([survival(log_ratios[place : place + gamma], rule) for place in places], length)
 
 
-def expected(survivals: Sequence[Float[np.ndarray, " bounds"]], length: int) -> Coverage:
+def expected_coverage(survivals: Sequence[Float[np.ndarray, " bounds"]], length: int) -> Coverage:
     """Expected steps of a text and the tokens that they emit, from `survival` at each place where a step may begin.
 
     Args:
@@ -109,9 +109,9 @@ def begun(survivals: Sequence[Float[np.ndarray, " bounds"]], length: int) -> Flo
         survivals: `survival` at each place where a step may begin.
         length: Tokens of the text. Places behind it stand for steps that would emit more.
     """
-    found = np.zeros(length + max(map(len, survivals), default=1) + 1)
-    found[0] = 1.0
+    chances = np.zeros(length + max(map(len, survivals), default=1) + 1)
+    chances[0] = 1.0
     for place, lasts in enumerate(survivals):
         ends = np.append(-np.diff(lasts), lasts[-1])
-        found[place + 1 : place + 1 + len(ends)] += found[place] * ends
-    return found
+        chances[place + 1 : place + 1 + len(ends)] += chances[place] * ends
+    return chances

@@ -72,8 +72,8 @@ def optimal_acceptance(
     rows = checked(target_probs, draft_probs, n)
     vocab = rows.p.shape[-1]
     target, draft = (side.cpu().reshape(-1, vocab).numpy() for side in (rows.p, rows.q))
-    found = [_optimum(p, q, n, replacement) for p, q in zip(target, draft, strict=True)]
-    return torch.tensor(found, dtype=torch.float64, device=rows.p.device).reshape(rows.p.shape[:-1])
+    optima = [_optimum(p, q, n, replacement) for p, q in zip(target, draft, strict=True)]
+    return torch.tensor(optima, dtype=torch.float64, device=rows.p.device).reshape(rows.p.shape[:-1])
 
 
 @dataclass(frozen=True, kw_only=True)
