@@ -76,23 +76,29 @@ def among_own(
             Otherwise those of a group stand beside each other.
     """
     rows, heads, width, dim = queries.shape
-    shared, own = keys.shape[1], (keys.shape[2] - context) // groups
-    if not own or rows * heads * width * (context + own) > MOST_SCORES:
+    shared, per_group = keys.shape[1], (keys.shape[2] - context) // groups
+    if not per_group or rows * heads * width * (context + per_group) > MOST_SCORES:
         return attend(queries, keys, values, mask)
 
     def grouped(of_keys: Float[Tensor, "rows shared keys dim"]) -> Float[Tensor, "rows shared 1 groups own dim"]:
         some = of_keys[:, :, None, context:]
-        return some.unflatten(3, (own, groups)).transpose(3, 4) if scattered else some.unflatten(3, (groups, own))
+        return (
+            some.unflatten(3, (per_group, groups)).transpose(3, 4)
+            if scattered
+            else some.unflatten(3, (groups, per_group))
+        )
 
     # The query heads of a key head stand beside each other.
     asking = (queries * dim**-0.5).unflatten(1, (shared, -1))
     of_context = asking @ keys[:, :, None, :context].mT
     of_own = (asking.unflatten(3, (groups, -1)) @ grouped(keys).mT).flatten(3, 4)
-    apart = mask[..., context:].unflatten(2, (groups, -1))
-    apart = apart.unflatten(4, (own, groups) if scattered else (groups, own)).diagonal(0, 2, 5 if scattered else 4)
-    seen = torch.cat([mask[..., :context], apart.movedim(-1, 2).flatten(2, 3)], -1)[:, None]
+    group_mask = mask[..., context:].unflatten(2, (groups, -1))
+    group_mask = group_mask.unflatten(4, (per_group, groups) if scattered else (groups, per_group)).diagonal(
+        0, 2, 5 if scattered else 4
+    )
+    seen = torch.cat([mask[..., :context], group_mask.movedim(-1, 2).flatten(2, 3)], -1)[:, None]
     scores = torch.cat([of_context, of_own], -1).masked_fill(~seen, -torch.inf)
     shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
     own_shares = shares[..., context:].unflatten(3, (groups, -1))
-    found = shares[..., :context] @ values[:, :, None, :context] + (own_shares @ grouped(values)).flatten(3, 4)
-    return found.flatten(1, 2)
+    output = shares[..., :context] @ values[:, :, None, :context] + (own_shares @ grouped(values)).flatten(3, 4)
+    return output.flatten(1, 2)

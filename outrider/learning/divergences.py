@@ -183,12 +183,12 @@ def divergence(name: str) -> Divergence:
             what = "a whole number" if known[key] is int else "a number"
             raise InputError(f"divergence {kind!r} field {key!r} must be {what}, got {value!r}") from None
     k = values.pop("top_k", None)
-    made: Divergence = NAMED[kind](**values)
+    inner: Divergence = NAMED[kind](**values)
     if k is None:
-        return made
+        return inner
     if k < 1:
         raise InputError(f"divergence {kind!r} field 'top_k' must be >= 1, got {k}")
-    return TopK(of=made, k=int(k))
+    return TopK(of=inner, k=int(k))
 
 
 def over_top_rows(of: Divergence, rows: TopRows, draft: Float[Tensor, "n vocab"]) -> Float[Tensor, " n"]:
@@ -247,8 +247,8 @@ def among_likeliest(tokens: Int[Tensor, " n"], logits: Float[Tensor, "n vocab"],
     """
     width = logits.shape[-1]
     last = logits.amax(-1) if count == 1 else logits.topk(min(count, width), -1).values[:, -1]
-    own = logits.gather(-1, tokens.clamp_max(width - 1)[:, None])[:, 0]
-    return (own >= last) & (tokens < width)
+    logit = logits.gather(-1, tokens.clamp_max(width - 1)[:, None])[:, 0]
+    return (logit >= last) & (tokens < width)
 
 
 def worth_keeping(rows: int, width: int) -> bool:
@@ -288,9 +288,9 @@ class _ForwardKl(torch.autograd.Function):
 
 def _mean(values: Float[Tensor, "n vocab"], p: Float[Tensor, "n vocab"]) -> Float[Tensor, " n"]:
     """The mean of each row; what is impossible counts for nothing, even where its value is infinite."""
-    found = torch.linalg.vecdot(p, values)
-    if values.device.type == "cpu" and bool(found.isfinite().all()):
-        return found
+    means = torch.linalg.vecdot(p, values)
+    if values.device.type == "cpu" and bool(means.isfinite().all()):
+        return means
     return (p * values).masked_fill_(p == 0, 0).sum(-1)
 
 

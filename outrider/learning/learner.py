@@ -58,7 +58,7 @@ class Learner(nn.Module):
         """
         raise InputError("this drafter is trained on rows of one text each; leave out --pack")
 
-    def found(self, out: Path, batches: Iterable[TrainBatch]) -> Mapping[str, str]:
+    def findings(self, out: Path, batches: Iterable[TrainBatch]) -> Mapping[str, str]:
         """What is found out about the drafter after its training, in words for a person, by name; by default nothing.
 
         Args:

@@ -46,33 +46,35 @@ class HeadOptions:
         InputError: A value is not allowed.
     """
 
-    _given: ClassVar[frozenset[str]] = frozenset()
+    _set_options: ClassVar[frozenset[str]] = frozenset()
     """The names of the options that were given, by instance."""
 
     init_from: str | None = loss(None)
     divergence: str = loss("fkl")
     slot_balanced: bool = loss(False)
 
-    def __new__(cls, **given: Any) -> Any:
-        made = object.__new__(cls)
-        object.__setattr__(made, "_given", frozenset(given))
-        return made
+    def __new__(cls, **options: Any) -> Any:
+        new = object.__new__(cls)
+        object.__setattr__(new, "_set_options", frozenset(options))
+        return new
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value, told = getattr(self, each.name), each.metadata
-            if value is None or "kind" not in told:
+            value, metadata = getattr(self, each.name), each.metadata
+            if value is None or "kind" not in metadata:
                 continue
-            if told["least"] is not None and not (value >= told["least"] and math.isfinite(value)):
-                raise InputError(f"{each.name} must be >= {told['least']}, got {value}")
-            if told["above"] is not None and not (value > told["above"] and math.isfinite(value)):
-                raise InputError(f"{each.name} must be > {told['above']}, got {value}")
-            if told["among"] and value not in told["among"]:
-                raise InputError(f"{each.name} must be one of {', '.join(map(str, told['among']))}, got {value!r}")
+            if metadata["least"] is not None and not (value >= metadata["least"] and math.isfinite(value)):
+                raise InputError(f"{each.name} must be >= {metadata['least']}, got {value}")
+            if metadata["above"] is not None and not (value > metadata["above"] and math.isfinite(value)):
+                raise InputError(f"{each.name} must be > {metadata['above']}, got {value}")
+            if metadata["among"] and value not in metadata["among"]:
+                raise InputError(f"{each.name} must be one of {', '.join(map(str, metadata['among']))}, got {value!r}")
 
     def check(self) -> None:
         """Raise InputError if an option was given that the head on disk fixes."""
-        fixed = [each.name for each in fields(self) if each.metadata.get("kind") == SIZE and each.name in self._given]
+        fixed = [
+            each.name for each in fields(self) if each.metadata.get("kind") == SIZE and each.name in self._set_options
+        ]
         if self.init_from is not None and fixed:
             raise InputError(
                 f"{', '.join(fixed)}: the head in {self.init_from} says it; leave it out, or leave out init_from to "
@@ -81,8 +83,8 @@ class HeadOptions:
 
     def identity(self) -> dict[str, Any]:
         """The options that a run must keep when it goes on, as values of JSON."""
-        found = dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
         kept = {each.name for each in fields(self) if "kind" in each.metadata}
         return {
-            name: list(value) if isinstance(value, tuple) else value for name, value in found.items() if name in kept
+            name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if name in kept
         }

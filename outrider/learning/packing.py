@@ -91,11 +91,11 @@ def along(
         on_device(each, device) for each in (source, packing.positions, packing.filled, packing.back)
     )
     tokens = torch.where(filled, batch.tokens.flatten()[source_on], PADDING)
-    found = []
+    outputs = []
     for states in forward(tokens, positions):
         unpacked = states.flatten(0, 1).index_select(0, back.flatten()).unflatten(0, (rows, width))
-        found.append(torch.nn.functional.pad(unpacked, (0, 0, 0, length - width)))
-    return found
+        outputs.append(torch.nn.functional.pad(unpacked, (0, 0, 0, length - width)))
+    return outputs
 
 
 @torch.no_grad()
@@ -114,10 +114,12 @@ def check_apart(model: PreTrainedModel, what: str) -> None:
         alone = torch.cat(
             [below(input_ids=tokens[:, i:j], use_cache=False)[0][0] for i, j in pairwise(bounds.tolist())]
         )
-        apart = bool(torch.isfinite(alone).all()) and torch.allclose(together, alone, rtol=_RELATIVE, atol=_ABSOLUTE)
+        independent = bool(torch.isfinite(alone).all()) and torch.allclose(
+            together, alone, rtol=_RELATIVE, atol=_ABSOLUTE
+        )
     except (AttributeError, TypeError, ValueError, IndexError, RuntimeError):
-        apart = False
-    if not apart:
+        independent = False
+    if not independent:
         raise InputError(
             f"{what}, a {model.config.model_type}, cannot read several texts in one row as it reads each alone; leave "
             "out --pack"

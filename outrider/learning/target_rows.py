@@ -32,16 +32,16 @@ def states_along(
             below(input_ids=tokens, use_cache=False, **placed)
             return [seen[tap] for tap in taps]
 
-    found = along(forward, batch) if packed else forward(batch.tokens, None)
-    return dict(zip(taps, found, strict=True))
+    states = along(forward, batch) if packed else forward(batch.tokens, None)
+    return dict(zip(taps, states, strict=True))
 
 
-def with_rows(batch: TrainBatch, ends: EmbeddingAndHead, last: int, width: int) -> TrainBatch:
+def with_rows(batch: TrainBatch, embedding_and_head: EmbeddingAndHead, last: int, width: int) -> TrainBatch:
     """The batch with the target's logits, if they are few; otherwise the batch as it is.
 
     Args:
         batch: Rows with the target's last states.
-        ends: The target's ends.
+        embedding_and_head: The target's ends.
         last: The tap of the last states.
         width: Of the logits.
     """
@@ -49,7 +49,7 @@ def with_rows(batch: TrainBatch, ends: EmbeddingAndHead, last: int, width: int) 
     if captured or not worth_keeping(batch.tokens.numel(), width):
         return batch
     with torch.no_grad():
-        return replace(batch, logits_of_target=ends.head(ends.norm(batch.hidden[last])))
+        return replace(batch, logits_of_target=embedding_and_head.head(embedding_and_head.norm(batch.hidden[last])))
 
 
 def rows_at(

@@ -256,7 +256,7 @@ def _trained(plan: TrainPlan, task: TrainTask, device: torch.device, console: Co
     )
     with _shown() as show:
         done = train(learner, batches, settings, task.out, watch, show, about=about)
-    found = learner.found(done.out, watch.batches()) if processes.is_first() else {}
+    found = learner.findings(done.out, watch.batches()) if processes.is_first() else {}
     return _record(task, done) | dict(found) if processes.is_first() else {}
 
 

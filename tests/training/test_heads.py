@@ -325,7 +325,7 @@ def test_the_tree_that_fits_is_of_the_heads_that_were_kept(tmp_path):
     with torch.no_grad():
         for weight in made.parameters():
             weight.zero_()
-    [(name, tree)] = made.found(tmp_path, [batch()]).items()
+    [(name, tree)] = made.findings(tmp_path, [batch()]).items()
     assert (name, catalog.make("tree", tree)) == ("tree", FixedTree(children=expected, chosen=True))
 
 

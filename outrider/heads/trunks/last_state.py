@@ -74,7 +74,7 @@ class LastStateDrafter(StatefulDrafter[Last]):
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
         counts = observed.counts()
         for i, newest in observed.newest(observed.taps[self.tap]).items():
-            own = self.own(states[i])
+            own = self.state_of(states[i])
             own.num_seen += counts[i]
             own.newest = newest
 
@@ -92,7 +92,7 @@ class LastStateDrafter(StatefulDrafter[Last]):
 
     def newest(self, states: Sequence[Running]) -> Float[Tensor, "n hidden"]:
         """What the next draft of each request is guessed from."""
-        kept = [self.own(state).newest for state in states]
+        kept = [self.state_of(state).newest for state in states]
         known = [each for each in kept if each is not None]
         if len(known) < len(kept):
             raise RuntimeError("this drafter guesses from a hidden state, and none was observed")
@@ -251,11 +251,11 @@ class StateHeadsDrafter(MarginalDrafter, LastStateHeadDrafter[Heads]):
         rows = torch.stack([heads.logits(heads(hidden, i), i) for i in numbers], 1)
         rows = rows[..., : self.vocab_size] if self.short_list is None else rows
         for state, own_rows in zip(states, rows, strict=True):
-            self.own(state).rows = own_rows
+            self.state_of(state).rows = own_rows
         return Guess(logits=rows[:, 0], short_list=self.short_list)
 
     def guessed(self, state: Running) -> Float[Tensor, "depth width"] | None:
-        return self.own(state).rows
+        return self.state_of(state).rows
 
     def on_tables(self: Own, vocab_size: int, seed: int) -> Own:
         made: Any = super().on_tables(vocab_size, seed)
@@ -302,7 +302,7 @@ class StateHeadsObjective(GuessObjective):
         """Logits of a head."""
         return self.head.logits(hidden, number)
 
-    def found(self, out: Path, batches: Iterable[TrainBatch]) -> Mapping[str, str]:
+    def findings(self, out: Path, batches: Iterable[TrainBatch]) -> Mapping[str, str]:
         """The tree that fits the accuracies of the heads that were kept."""
         self.head.load_state_dict(read_tensors(str(out)))
         here = (batch.to(self.head.weight.device) for batch in batches)
