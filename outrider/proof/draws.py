@@ -115,7 +115,7 @@ def dice_law(
         tests.agreement()
     if outputs:
         tests.outputs(outputs)
-    return DiceLaw(p_values=tests.found, num_draws=tests.num_draws)
+    return DiceLaw(p_values=tests.p_values, num_draws=tests.num_draws)
 
 
 def dice_law_of(engine: Engine) -> DiceLaw:
@@ -148,7 +148,7 @@ class _Tests:
     def __init__(self, make: MakeDice, device: torch.device, shared: bool) -> None:
         self._make, self._device, self._shared = make, device, shared
         self._requests: dict[int, Request] = {}
-        self.found: dict[str, float] = {}
+        self.p_values: dict[str, float] = {}
         self._tilts: list[float] = []
         self.num_draws = 0
 
@@ -179,9 +179,9 @@ class _Tests:
             dice = self._dice(range(COINS // SLOTS), step)
             landed = dice.accept(np.full(COINS, chance), self._keys(COINS, Purpose.ACCEPT))
             more, spread = int(landed.sum()) - COINS * chance, COINS * chance * (1 - chance)
-            self.found[f"coins of probability {chance:g}"] = two_sided(more / math.sqrt(spread))
+            self.p_values[f"coins of probability {chance:g}"] = two_sided(more / math.sqrt(spread))
             total, variance = total + more, variance + spread
-        self.found["all coins"] = two_sided(total / math.sqrt(variance))
+        self.p_values["all coins"] = two_sided(total / math.sqrt(variance))
 
     def picks(self, width: int) -> None:
         """Picks from a row, by `pick` and by `picks`."""
@@ -203,7 +203,7 @@ class _Tests:
 
     def tilts(self) -> None:
         """The tilts of all picks so far together, which are independent."""
-        self.found["tilt of all picks"] = two_sided(sum(self._tilts) / math.sqrt(len(self._tilts)))
+        self.p_values["tilt of all picks"] = two_sided(sum(self._tilts) / math.sqrt(len(self._tilts)))
 
     def several(self) -> None:
         """Several picks from a row at once, with and without replacement."""
@@ -229,22 +229,22 @@ class _Tests:
         self.num_draws += noise.numel()
         self._fits("the largest of Gumbel noise", (weights.log() + noise).argmax(1), weights)
         mean = float(noise.mean() - np.euler_gamma) * math.sqrt(noise.numel() * 6) / math.pi
-        self.found["the mean of Gumbel noise"] = two_sided(mean)
+        self.p_values["the mean of Gumbel noise"] = two_sided(mean)
 
     def independence(self) -> None:
         """Throws of fair dice and coins under every two keys: of one step and request, of neighbouring steps, and of
         requests with neighbouring seeds.
         """
         few = range(FEW_SLOTS)
-        own = few if self._shared else range(NUM_SLOTS)
-        thrown = {purpose: self._thrown(purpose, own) for purpose in THROWN}
+        slots = few if self._shared else range(NUM_SLOTS)
+        thrown = {purpose: self._thrown(purpose, slots) for purpose in THROWN}
         noise = self._noise(few)
         for (i, one), (k, other) in combinations_with_replacement(enumerate(THROWN), 2):
             p_values = _joint(thrown[one], thrown[other])
             if i == k:
-                p_values = p_values[np.triu_indices(len(own), 1)]
+                p_values = p_values[np.triu_indices(len(slots), 1)]
             elif self._shared and Purpose.ACCEPT not in (one, other):
-                p_values = p_values[~np.eye(len(own), dtype=bool)]
+                p_values = p_values[~np.eye(len(slots), dtype=bool)]
             name = f"{_name(one)} and {_name(other)}" if i < k else f"the slots of {_name(one)}"
             self._smallest(f"independence of {name}", p_values)
         self._smallest("independence of Gumbel noise", *(_joint(noise, each) for each in thrown.values()))
@@ -255,7 +255,7 @@ class _Tests:
 
     def outputs(self, seeds: Sequence[int]) -> None:
         """Throws of requests with these seeds, which are those of several outputs of one prompt."""
-        rows = [self._thrown(Purpose.DRAFT, range(SLOTS), step, own=seeds) for step in range(-(-THROWS // SLOTS))]
+        rows = [self._thrown(Purpose.DRAFT, range(SLOTS), step, seeds=seeds) for step in range(-(-THROWS // SLOTS))]
         throws = torch.cat(rows, 1).T
         p_values = _joint(throws, throws)[np.triu_indices(len(seeds), 1)]
         self._smallest("independence of the outputs of one prompt", p_values)
@@ -263,7 +263,7 @@ class _Tests:
     def _smallest(self, name: str, *p_values: Float[np.ndarray, " ..."]) -> None:
         """Note the smallest of some p-values, corrected for their number."""
         flat = np.concatenate([each.ravel() for each in p_values])
-        self.found[name] = min(1.0, float(flat.min()) * len(flat))
+        self.p_values[name] = min(1.0, float(flat.min()) * len(flat))
 
     def agreement(self) -> None:
         r"""A draft token from $q$ and the target's token from $p$ with the same noise.
@@ -282,19 +282,19 @@ class _Tests:
         agreed = torch.bincount(drawn[drawn == drafted], minlength=7)
         observed = [*agreed.tolist(), count - int(agreed.sum())]
         expected = [*(both * count).tolist(), count * (1 - float(both.sum()))]
-        self.found["agreement of draft and target"] = chi_square(observed, expected).p_value
+        self.p_values["agreement of draft and target"] = chi_square(observed, expected).p_value
 
     def _thrown(
-        self, purpose: Purpose, slots: Sequence[int], step: int = 0, seed: int = 0, own: Sequence[int] | None = None
+        self, purpose: Purpose, slots: Sequence[int], step: int = 0, seed: int = 0, seeds: Sequence[int] | None = None
     ) -> Int[Tensor, "requests slots"]:
         """Throws of fair dice, of coins for coins, one in each of some slots of requests.
 
         Args:
             seed: 1 for requests whose seeds are the neighbours of the usual ones.
-            own: Other seeds of the requests.
+            seeds: Other seeds of the requests.
         """
         # Seeds are even, so that the neighbour of one is not another.
-        seeds = [2 * request + seed for request in range(THROWS)] if own is None else own
+        seeds = [2 * request + seed for request in range(THROWS)] if seeds is None else seeds
         dice, keys = self._dice(seeds, step), self._grid(purpose, slots, len(seeds))
         if purpose is Purpose.ACCEPT:
             thrown = torch.from_numpy(dice.accept(np.full(len(keys.slots), 0.5), keys)).long()
@@ -320,15 +320,15 @@ class _Tests:
         middle = share.cumsum(0) - share / 2
         variance = float((share * middle**2).sum()) - 0.25
         tilt = float(middle[picked].mean() - 0.5) * math.sqrt(len(picked) / variance)
-        self.found[f"tilt of {name}"] = two_sided(tilt)
+        self.p_values[f"tilt of {name}"] = two_sided(tilt)
         self._tilts.append(tilt)
         classes = (middle * 16).long().clamp_max(15)
         expected = torch.zeros(16, dtype=torch.float64).index_add_(0, classes, share) * len(picked)
         observed = torch.bincount(classes[picked], minlength=16)
         there = expected > 0
-        self.found[name] = chi_square(observed[there].tolist(), expected[there].tolist()).p_value
+        self.p_values[name] = chi_square(observed[there].tolist(), expected[there].tolist()).p_value
         if bool((weights[picked] == 0).any()) or bool((observed[~there] > 0).any()):
-            self.found[f"{name}: weights of zero"] = 0.0
+            self.p_values[f"{name}: weights of zero"] = 0.0
 
 
 def _joint(one: Int[Tensor, "throws a"], other: Int[Tensor, "throws b"]) -> Float[np.ndarray, "a b"]:

@@ -87,11 +87,11 @@ class EnumeratingDice:
         self._used: set[tuple[int, Purpose, int]] = set()
 
     def _choose(self, request: int, slot: int, draws: Draws, outcomes: Sequence[tuple[int, float]]) -> int:
-        own = (request, draws.purpose, slot)
-        if own in self._used:
+        key = (request, draws.purpose, slot)
+        if key in self._used:
             raise RuntimeError(f"the random number of slot {slot} for {draws.purpose.name} was used twice in one step")
         if len(outcomes) > 1:
-            self._used.add(own)
+            self._used.add(key)
         return self._worlds[request].choose((self._names[request], draws.purpose, slot), outcomes)
 
     def accept(self, probability: Float[np.ndarray, " n"], draws: Draws) -> Bool[np.ndarray, " n"]:
@@ -306,10 +306,10 @@ def law(
                 _prefill(parts, states)
             names = [_TEXT] * len(walked)
             dice = enumerating_dice(parts, states, walked, names, names)
-            for i, made in enumerate(_walk(parts, states, dice)):
+            for i, step in enumerate(_walk(parts, states, dice)):
                 mass = batch[i][1] * walked[i].probability
                 after[_before(states[i], walked[i])] += mass
-                accepted += mass * made.num_accepted_tokens
+                accepted += mass * step.num_accepted_tokens
             queue += [(*batch[i][:2], script) for i, world in enumerate(walked) for script in world.others]
         worlds = after
     emitted: dict[tuple[int, ...], float] = defaultdict(float)
@@ -336,28 +336,28 @@ def joint_law(
     queue: list[dict[Key, int]] = [{}]
     while queue:
         world = World(script=queue.pop())
-        own = replace(parts, experience=parts.experience.copied())
-        states = [_resume(own, request, new) for request in requests]
-        _prefill(own, states)
+        fresh_parts = replace(parts, experience=parts.experience.copied())
+        states = [_resume(fresh_parts, request, new) for request in requests]
+        _prefill(fresh_parts, states)
         counts = [0] * len(requests)
         for step in range(num_steps):
             texts = range(len(requests))
-            dice = enumerating_dice(own, states, [world] * len(requests), [(i, step) for i in texts], texts)
-            for i, made in enumerate(own.decoding.step(own, states, dice=dice)):
-                counts[i] += made.num_accepted_tokens
+            dice = enumerating_dice(fresh_parts, states, [world] * len(requests), [(i, step) for i in texts], texts)
+            for i, taken in enumerate(fresh_parts.decoding.step(fresh_parts, states, dice=dice)):
+                counts[i] += taken.num_accepted_tokens
         mass = world.probability
         for i, state in enumerate(states):
-            end(own, state)
+            end(fresh_parts, state)
             emitted[i][tuple(state.output)] += mass
             accepted[i] += mass * counts[i]
         queue += world.others
     return [
         Law(
-            emitted=dict(own),
+            emitted=dict(masses),
             accepted=count,
-            error=law_error(own, partial(target_rows, parts, request)),
+            error=law_error(masses, partial(target_rows, parts, request)),
         )
-        for own, count, request in zip(emitted, accepted, requests, strict=True)
+        for masses, count, request in zip(emitted, accepted, requests, strict=True)
     ]
 
 
@@ -377,7 +377,7 @@ def target_rows(
     parts: Parts, request: Request, outputs: Sequence[tuple[int, ...]]
 ) -> Float[np.ndarray, "outputs vocab"]:
     """The target's own distribution after each of some outputs."""
-    found = []
+    rows = []
     for first in range(0, len(outputs), BATCH):
         some = outputs[first : first + BATCH]
         states = [
@@ -393,8 +393,8 @@ def target_rows(
         newest = torch.tensor([s.tokens[-1] for s in states])
         masks = batch_masks(states, owners, newest, np.full(len(some), -1), parts.target.vocab_size)
         before = partial(Before.of, [request.prompt] * len(some), some)
-        found.append(to_rows(logits, owners, [request.sampling] * len(some), before, masks))
-    return torch.cat(found).double().numpy()
+        rows.append(to_rows(logits, owners, [request.sampling] * len(some), before, masks))
+    return torch.cat(rows).double().numpy()
 
 
 def _before(state: Running, world: World) -> _Before:
@@ -444,10 +444,10 @@ def law_error(
         ours[output[:longest]] += mass
     # Shorter outputs are continued by the target: what was emitted, and what the target would have.
     level: list[tuple[int, ...]] = [()]
-    said, plain = np.array([ours.get((), 0.0)]), np.ones(1)
+    speculated, plain = np.array([ours.get((), 0.0)]), np.ones(1)
     for _ in range(longest):
         p = rows(level)
         level = [(*output, token) for output in level for token in range(p.shape[1])]
-        said = (said[:, None] * p).ravel() + np.array([ours.get(output, 0.0) for output in level])
+        speculated = (speculated[:, None] * p).ravel() + np.array([ours.get(output, 0.0) for output in level])
         plain = (plain[:, None] * p).ravel()
-    return float(np.abs(said - plain).max())
+    return float(np.abs(speculated - plain).max())

@@ -55,7 +55,7 @@ class Passed:
     time_limit: float
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """What was checked, in one line."""
         return (
             f"checked on {self.num_prompts} prompts and {self.identity.num_tokens} greedy tokens in float32, and on "
@@ -91,19 +91,19 @@ def gate(engine: Engine, time_limit: float = TIME_LIMIT) -> Passed:
     """
     prompts = openings(engine)
     name = key(engine, prompts)
-    found = None if name is None else _read(remembered.read("gate", {"pair": name}))
-    if found is None or (found.time_limit < time_limit and found.seconds >= found.time_limit):
+    passed = None if name is None else _read(remembered.read("gate", {"pair": name}))
+    if passed is None or (passed.time_limit < time_limit and passed.seconds >= passed.time_limit):
         try:
-            found = _checked(engine, prompts, time_limit)
+            passed = _checked(engine, prompts, time_limit)
         except Exception as error:
             raise InputError(f"a check of this pair failed: {failure(error)}; {REFUSED}") from error
         if name is not None:
             # A gap that is not a number is not kept.
             with suppress(ValueError):
-                remembered.write("gate", {"pair": name}, asdict(found))
-    if found.fault is not None:
-        raise InputError(f"{found.fault}; {REFUSED}")
-    return found
+                remembered.write("gate", {"pair": name}, asdict(passed))
+    if passed.fault is not None:
+        raise InputError(f"{passed.fault}; {REFUSED}")
+    return passed
 
 
 def failure(error: Exception) -> str:

@@ -74,14 +74,14 @@ def identity(
     plain = _greedy(undrafted, prompts, max_new_tokens, until.part(0.5), "greedy texts without drafts")
     longest = max(map(len, plain))
     drafted = _greedy(engine, prompts, longest, until, "greedy texts with drafts")
-    found, compared = [], 0
+    differences, compared = [], 0
     for i, (ours, theirs) in enumerate(zip(drafted, plain, strict=True)):
         pairs = list(zip(ours, theirs, strict=False))
         compared += len(pairs)
         at = next((k for k, (a, b) in enumerate(pairs) if a != b), None)
         if at is not None:
-            found.append(_difference(engine, [*prompts[i], *theirs[:at]], i, at, theirs[at], ours[at]))
-    return Identity(num_tokens=compared, differences=tuple(found))
+            differences.append(_difference(engine, [*prompts[i], *theirs[:at]], i, at, theirs[at], ours[at]))
+    return Identity(num_tokens=compared, differences=tuple(differences))
 
 
 def _greedy(

@@ -76,7 +76,7 @@ def compare_nodes(
     Args:
         until: Steps that are not made then are left out; a few are made at least.
     """
-    asked = [
+    requests = [
         Request(
             id=f"nodes {i}",
             prompt=tuple(prompts[i % len(prompts)]),
@@ -86,10 +86,10 @@ def compare_nodes(
         for i, sampling in enumerate(MIXED)
     ]
     earlier, later = _sharing(engine, prompts)
-    watcher = _Watcher(engine, {request.id: request for request in (*asked, *earlier, *later)})
+    watcher = _Watcher(engine, {request.id: request for request in (*requests, *earlier, *later)})
     with task("rows of the target at drafts", unit="nodes") as progress:
         watcher.progress = progress
-        run_watched(engine, asked, watcher.look, until=until.part(0.7))
+        run_watched(engine, requests, watcher.look, until=until.part(0.7))
         before = engine.num_reused_tokens
         run_watched(engine, later, watcher.look, first=earlier, until=until)
     return Nodes(
@@ -110,18 +110,18 @@ def _sharing(engine: Engine, prompts: Sequence[Sequence[int]]) -> tuple[list[Req
         return [], []
     others = [[*whole[:n], next(t for t in tokens if t != whole[n]), *tokens] for n in SHARED]
     texts = [whole, *others]
-    made = [
+    requests = [
         Request(id=f"nodes shared {i}", prompt=tuple(text), max_new_tokens=1 if i == 0 else 2, sampling=MIXED[i])
         for i, text in enumerate(texts)
     ]
-    return made[:1], made[1:]
+    return requests[:1], requests[1:]
 
 
 class _Watcher:
     """Compares the nodes of each step as it comes; changes in place."""
 
-    def __init__(self, engine: Engine, asked: dict[str, Request]) -> None:
-        self._target, self._asked = engine.parts.target, asked
+    def __init__(self, engine: Engine, requests: dict[str, Request]) -> None:
+        self._target, self._requests = engine.parts.target, requests
         # Decoding that drafts ahead has no logits of leaves yet.
         self._leaves = not engine.parts.decoding.drafts_ahead
         self.num_nodes, self.num_drafted = 0, 0
@@ -135,7 +135,7 @@ class _Watcher:
             self._grouped = True
             self._compare_groups(cycle)
         for i, state in enumerate(cycle.states):
-            request = self._asked[state.request.id]
+            request = self._requests[state.request.id]
             first, end = int(draft.offsets[i]), int(draft.offsets[i + 1])
             inner = {int(parent) for parent in draft.parents[first:end]}
             committed, looked = [*request.prompt, *state.output], set[int]()
@@ -148,8 +148,8 @@ class _Watcher:
                     if node not in looked and (node in inner or self._leaves):
                         looked.add(node)
                         self.num_drafted += depth > 0
-                        own = text[: len(committed) + depth]
-                        self._compare(request, own, cycle.logits[node], theirs[depth], cycle.rows[node])
+                        node_text = text[: len(committed) + depth]
+                        self._compare(request, node_text, cycle.logits[node], theirs[depth], cycle.rows[node])
 
     def _compare(
         self,
@@ -166,25 +166,25 @@ class _Watcher:
         finite = theirs[theirs.isfinite()]
         span = float(finite.max() - finite.min()) if len(finite) else 0.0
         # Infinite logits are equal or differ by infinity.
-        apart = torch.where(ours == theirs, 0.0, (ours - theirs).abs()).nan_to_num(np.inf)
-        self.logits = max(self.logits, float(apart.max()) / max(span, 1e-300))
+        difference = torch.where(ours == theirs, 0.0, (ours - theirs).abs()).nan_to_num(np.inf)
+        self.logits = max(self.logits, float(difference.max()) / max(span, 1e-300))
         self._compare_rows(request, text, ours, row)
 
     def _compare_rows(
         self, request: Request, text: Sequence[int], logits: Float[Tensor, " vocab"], row: Float[Tensor, " vocab"]
     ) -> None:
-        found = np.inf
+        largest = np.inf
         for slack in (0.0, SLACK, -SLACK):
-            expected = transformers_rows(logits[None], [text], len(request.prompt), request.sampling, slack)[0]
+            theirs = transformers_rows(logits[None], [text], len(request.prompt), request.sampling, slack)[0]
             # Tiny probabilities are as good as none.
-            found = min(found, float(((row - expected).abs() / expected.clamp_min(_FLOOR)).nan_to_num(np.inf).max()))
-            if found <= PROBABILITIES:
+            largest = min(largest, float(((row - theirs).abs() / theirs.clamp_min(_FLOOR)).nan_to_num(np.inf).max()))
+            if largest <= PROBABILITIES:
                 break
-        self.probabilities = max(self.probabilities, found)
+        self.probabilities = max(self.probabilities, largest)
 
     def _compare_groups(self, cycle: Cycle) -> None:
         """Compare the rows of a second group, whose settings are others than those at the same places of the first."""
-        requests = [self._asked[state.request.id] for state in cycle.states]
+        requests = [self._requests[state.request.id] for state in cycle.states]
         outputs = [state.output for state in cycle.states]
         logits = cycle.logits[torch.from_numpy(cycle.draft.offsets[:-1]).to(cycle.logits.device)]
         size, count = rows_at_once(logits), len(requests)

@@ -68,7 +68,7 @@ class RaceNoise:
 def _race(noise: RaceNoise, weights: tuple[float, ...]) -> Mapping[int, tuple[float, RaceNoise]]:
     """`RaceNoise.race`. The same race is run in many worlds."""
     running = [token for token, weight in enumerate(weights) if weight > 0]
-    found: dict[int, tuple[float, RaceNoise]] = {}
+    outcomes: dict[int, tuple[float, RaceNoise]] = {}
     whole = noise.probability
     for token in running:
         left = noise
@@ -79,8 +79,8 @@ def _race(noise: RaceNoise, weights: tuple[float, ...]) -> Mapping[int, tuple[fl
                 left = left.below(plane)
         chance = left.probability / whole
         if chance > NEGLIGIBLE:
-            found[token] = chance, left
-    return found
+            outcomes[token] = chance, left
+    return outcomes
 
 
 def _below(

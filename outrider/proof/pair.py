@@ -57,9 +57,9 @@ class Proof:
     @property
     def holds(self) -> bool:
         """Whether all checks passed."""
-        found = (self.dice, self.nodes, self.own_nodes, self.identical)
+        checks = (self.dice, self.nodes, self.own_nodes, self.identical)
         differs = self.samples is not None and self.samples.verdict == "differs"
-        return not self.errors and self.exact_law and all(each is None or each.holds for each in found) and not differs
+        return not self.errors and self.exact_law and all(each is None or each.holds for each in checks) and not differs
 
 
 def prove(

@@ -37,12 +37,12 @@ class Partition:
 
     Attributes:
         groups: For each beginning that is looked beyond, the group of every token that may follow.
-        expected: How many draws are expected of each class.
+        expected_counts: How many draws are expected of each class.
         rest: The class that outputs with rare tokens are counted in.
     """
 
     groups: Mapping[Begun, Int[np.ndarray, " vocab"]]
-    expected: Mapping[Class, float]
+    expected_counts: Mapping[Class, float]
     rest: Class
 
     def of(self, output: Sequence[int]) -> Class | None:
@@ -75,41 +75,41 @@ def partition(rows: Rows, num_draws: int, length: int, at_once: int = 8) -> Part
 
     Example:
         >>> coin = lambda begun: np.full((len(begun), 2), 0.5)
-        >>> partition(coin, num_draws=40, length=2).expected[Class(begun=(0, 1))]
+        >>> partition(coin, num_draws=40, length=2).expected_counts[Class(begun=(0, 1))]
         10.0
     """
     groups: dict[Begun, Int[np.ndarray, " vocab"]] = {}
-    expected: dict[Class, float] = {Class(): float(num_draws)}
+    expected_counts: dict[Class, float] = {Class(): float(num_draws)}
     waiting: list[tuple[float, Begun]] = [(-float(num_draws), ())]
     rare = 0.0
-    while waiting and len(expected) < MOST_CLASSES:
+    while waiting and len(expected_counts) < MOST_CLASSES:
         some = [heapq.heappop(waiting) for _ in range(min(at_once, len(waiting)))]
         for (count, begun), row in zip(some, rows([begun for _, begun in some]), strict=True):
-            del expected[Class(begun=begun)]
-            own = -count * row
-            groups[begun] = _groups(own)
-            rare += float(own[groups[begun] == RARE].sum())
+            del expected_counts[Class(begun=begun)]
+            continuing = -count * row
+            groups[begun] = _groups(continuing)
+            rare += float(continuing[groups[begun] == RARE].sum())
             for token in np.flatnonzero(groups[begun] == OWN).tolist():
                 longer = (*begun, token)
-                expected[Class(begun=longer)] = float(own[token])
-                if len(longer) < length and own[token] >= 2 * LEAST_EXPECTED:
-                    heapq.heappush(waiting, (-float(own[token]), longer))
+                expected_counts[Class(begun=longer)] = float(continuing[token])
+                if len(longer) < length and continuing[token] >= 2 * LEAST_EXPECTED:
+                    heapq.heappush(waiting, (-float(continuing[token]), longer))
             for group in range(1, int(groups[begun].max()) + 1):
-                expected[Class(begun=begun, group=group)] = float(own[groups[begun] == group].sum())
+                expected_counts[Class(begun=begun, group=group)] = float(continuing[groups[begun] == group].sum())
     rest = Class(group=RARE)
-    if rare < LEAST_EXPECTED and expected:
-        rest = min(expected, key=lambda each: expected[each])
-    expected[rest] = expected.get(rest, 0.0) + rare
-    return Partition(groups=groups, expected=expected, rest=rest)
+    if rare < LEAST_EXPECTED and expected_counts:
+        rest = min(expected_counts, key=lambda each: expected_counts[each])
+    expected_counts[rest] = expected_counts.get(rest, 0.0) + rare
+    return Partition(groups=groups, expected_counts=expected_counts, rest=rest)
 
 
-def _groups(expected: Float[np.ndarray, " vocab"]) -> Int[np.ndarray, " vocab"]:
+def _groups(expected_counts: Float[np.ndarray, " vocab"]) -> Int[np.ndarray, " vocab"]:
     """The group of every token, given how often each is expected."""
-    least = max(LEAST_EXPECTED, float(expected.sum()) / WAYS)
-    groups = np.where(expected >= least, OWN, np.where(expected > 0, RARE, NEVER)).astype(np.int32)
+    least = max(LEAST_EXPECTED, float(expected_counts.sum()) / WAYS)
+    groups = np.where(expected_counts >= least, OWN, np.where(expected_counts > 0, RARE, NEVER)).astype(np.int32)
     others = np.flatnonzero(groups == RARE)
-    others = others[np.argsort(-expected[others], kind="stable")]
-    running = np.concatenate([[0.0], expected[others].cumsum()])
+    others = others[np.argsort(-expected_counts[others], kind="stable")]
+    running = np.concatenate([[0.0], expected_counts[others].cumsum()])
     first = 0
     while running[-1] - running[first] >= least:
         end = int(np.searchsorted(running, running[first] + least))

@@ -45,8 +45,8 @@ def law_error(parts: Parts) -> float:
     engine to their ends.
     """
     lengths = [parts, replace(parts, length=FixedLength())] if isinstance(parts.length, LoadPolicy) else [parts]
-    found = [_behind_taps(each) if each.drafter.taps else _behind_tokens(each) for each in lengths]
-    return max(_routed(parts), *found)
+    errors = [_behind_taps(each) if each.drafter.taps else _behind_tokens(each) for each in lengths]
+    return max(_routed(parts), *errors)
 
 
 def _routed(parts: Parts) -> float:
@@ -60,11 +60,11 @@ def _routed(parts: Parts) -> float:
     engine = Engine(small, max_slots=RUNS, keep_warm=False)
     engine.route = lambda request: drafters[int(request.id[-1])]
     prompt = tuple(token % 2 for token in PROMPT)
-    asked = [
-        Request(id="", prompt=own, max_new_tokens=3 if parts.drafter.taps else 2, sampling=Sampling())
-        for own in (prompt, prompt[::-1])
+    requests = [
+        Request(id="", prompt=text, max_new_tokens=3 if parts.drafter.taps else 2, sampling=Sampling())
+        for text in (prompt, prompt[::-1])
     ]
-    return law_of_runs(engine, asked, [partial(_row, small, own) for own in asked]).error
+    return law_of_runs(engine, requests, [partial(_row, small, request) for request in requests]).error
 
 
 def _row(parts: Parts, request: Request, output: tuple[int, ...]) -> Float[np.ndarray, " vocab"]:
@@ -81,7 +81,9 @@ def _behind_tokens(parts: Parts) -> float:
     if isinstance(parts.length, BatchPolicy | LoadPolicy):
         prompt, chosen = [token % 2 for token in PROMPT], isinstance(parts.length, LoadPolicy)
         small = _on_tables(parts, 2, depth=2 if chosen else 3)
-        return max(found.error for found in joint_law(small, [prompt, prompt[::-1]], num_steps=2 if chosen else 1))
+        return max(
+            each_law.error for each_law in joint_law(small, [prompt, prompt[::-1]], num_steps=2 if chosen else 1)
+        )
     small = _on_tables(parts, 3, depth=2 if parts.tree.structure in SMALL else 4)
     if isinstance(parts.verifier, Carrying):
         limits = (None, len(PROMPT) + 1)
@@ -99,7 +101,7 @@ def _behind_taps(parts: Parts) -> float:
     prompts = [prompt, prompt[::-1]] if several else [prompt]
     small = _on_tables(parts, 2, depth=2 if several else 3)
     num_steps = 2 if isinstance(parts.length, BatchPolicy) or parts.tree.structure in SMALL else 3
-    return max(found.error for found in joint_law(small, prompts, num_steps=num_steps))
+    return max(each_law.error for each_law in joint_law(small, prompts, num_steps=num_steps))
 
 
 def _even(requests: int, length: int) -> float:

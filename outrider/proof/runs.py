@@ -91,8 +91,8 @@ def law_of_runs(engine: Engine, requests: Sequence[Request], rows: Sequence[Row]
     num_runs, drafted, accepted = 0, 0.0, 0.0
 
     def dice(states: Sequence[Running]) -> EnumeratingDice:
-        own = [running[state.request.id] for state in states]
-        worlds, texts = [run.world for run, _ in own], [i for _, i in own]
+        pairs = [running[state.request.id] for state in states]
+        worlds, texts = [run.world for run, _ in pairs], [i for _, i in pairs]
         steps = [(i, state.num_steps) for i, state in zip(texts, states, strict=True)]
         return enumerating_dice(engine.parts, states, worlds, steps, texts)
 
@@ -142,17 +142,17 @@ def plain_rows(model: PreTrainedModel, prompt: Sequence[int], temperature: float
 
 def _plain(engine: Engine, request: Request, row: Row) -> dict[tuple[int, ...], float]:
     """The law of one request's whole output."""
-    found: dict[tuple[int, ...], float] = {}
+    complete: dict[tuple[int, ...], float] = {}
     going: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(request.max_new_tokens):
         longer = {(*o, t): mass * p for o, mass in going.items() for t, p in enumerate(row(o).tolist()) if p}
-        ended = {output for output in longer if _ends(engine, request, output)}
-        found |= {output: longer[output] for output in ended}
+        ended = {output for output in longer if _is_end(engine, request, output)}
+        complete |= {output: longer[output] for output in ended}
         going = {output: mass for output, mass in longer.items() if output not in ended}
-    return found | going
+    return complete | going
 
 
-def _ends(engine: Engine, request: Request, output: tuple[int, ...]) -> bool:
+def _is_end(engine: Engine, request: Request, output: tuple[int, ...]) -> bool:
     """Whether plain decoding ends with this output, by an end token, by `ends` or by a stop string."""
     if output[-1] in request.eos_ids or (request.ends is not None and request.ends(output)):
         return True
@@ -163,8 +163,8 @@ def _ends(engine: Engine, request: Request, output: tuple[int, ...]) -> bool:
 def _error(
     outputs: Mapping[tuple[tuple[int, ...], ...], float], plain: Sequence[Mapping[tuple[int, ...], float]]
 ) -> float:
-    expected = {
+    joint = {
         tuple(output for output, _ in each): math.prod(mass for _, mass in each)
         for each in product(*(law.items() for law in plain))
     }
-    return max(abs(outputs.get(key, 0.0) - expected.get(key, 0.0)) for key in expected | dict(outputs))
+    return max(abs(outputs.get(key, 0.0) - joint.get(key, 0.0)) for key in joint | dict(outputs))

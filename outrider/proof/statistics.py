@@ -106,8 +106,8 @@ class Samples:
     @property
     def p_value(self) -> float:
         """The smallest p-value of the tests, corrected for their number."""
-        found = [self.test.p_value, self.likely.p_value, *([] if self.liked is None else [self.liked.p_value])]
-        return min(1.0, min(found) * len(found))
+        p_values = [self.test.p_value, self.likely.p_value, *([] if self.liked is None else [self.liked.p_value])]
+        return min(1.0, min(p_values) * len(p_values))
 
     @property
     def verdict(self) -> Literal["fits", "differs", "inconclusive"]:
@@ -187,7 +187,7 @@ def sampled_law(
     with task("drawn outputs", num_draws, "outputs") as bar:
         while True:
             count = min(size, wanted - len(outputs))
-            asked = [
+            requests = [
                 Request(
                     id=f"draw {number}",
                     prompt=tuple(prompts[number % len(prompts)]),
@@ -197,31 +197,31 @@ def sampled_law(
                 )
                 for number in range(len(outputs), len(outputs) + count)
             ]
-            outputs += run_watched(engine, asked, watcher.look, lambda output: bar.advance())
+            outputs += run_watched(engine, requests, watcher.look, lambda output: bar.advance())
             if len(outputs) == wanted or (until is not None and until.passed):
-                found = _judged(engine, prompts, settings, outputs, watcher, length)
+                samples = _judged(engine, prompts, settings, outputs, watcher, length)
                 more = 0
-                if until is not None and not until.passed and found.verdict == "inconclusive":
-                    more = _enough(engine, prompts, settings, found, length)
+                if until is not None and not until.passed and samples.verdict == "inconclusive":
+                    more = _enough(engine, prompts, settings, samples, length)
                 if not more:
-                    return found
+                    return samples
                 wanted = more
                 bar.reach(len(outputs), wanted)
 
 
 def _enough(
-    engine: Engine, prompts: Sequence[Sequence[int]], settings: Sequence[Sampling], found: Samples, length: int
+    engine: Engine, prompts: Sequence[Sequence[int]], settings: Sequence[Sampling], samples: Samples, length: int
 ) -> int:
     """How many draws in all may tell what those that were made do not; 0 where no number of them would."""
-    count = found.test.num_draws
-    if not found.num_draft_tokens:
+    count = samples.test.num_draws
+    if not samples.num_draft_tokens:
         return 0
-    if found.test.degrees >= LEAST_DEGREES:
+    if samples.test.degrees >= LEAST_DEGREES:
         return 2 * count
     for factor in FACTORS:
         each = factor * count // len(prompts)
         plans = (_plan(engine, p, s, each, length, s.temperature) for p, s in zip(prompts, settings, strict=True))
-        if sum(len(plan.classes.expected) - 1 for plan in plans) >= LEAST_DEGREES:
+        if sum(len(plan.classes.expected_counts) - 1 for plan in plans) >= LEAST_DEGREES:
             return factor * count
     return 0
 
@@ -238,16 +238,18 @@ def _judged(
     statistic, degrees = 0.0, 0
     likely, liked = _Excess(), _Excess()
     for i, (prompt, sampling) in enumerate(zip(prompts, settings, strict=True)):
-        own = list(range(i, len(outputs), len(prompts)))
-        if not own:
+        numbers = list(range(i, len(outputs), len(prompts)))
+        if not numbers:
             continue
-        plan = _plan(engine, prompt, sampling, len(own), length, sampling.temperature)
-        counts = Counter(plan.classes.of(outputs[number].tokens[:length]) for number in own)
-        found = chi_square([counts[each] for each in plan.classes.expected], list(plan.classes.expected.values()))
-        statistic += np.inf if counts[None] else found.statistic
-        degrees += found.degrees
-        for first in range(0, len(own), engine.max_slots):
-            some = own[first : first + engine.max_slots]
+        plan = _plan(engine, prompt, sampling, len(numbers), length, sampling.temperature)
+        counts = Counter(plan.classes.of(outputs[number].tokens[:length]) for number in numbers)
+        result = chi_square(
+            [counts[each] for each in plan.classes.expected_counts], list(plan.classes.expected_counts.values())
+        )
+        statistic += np.inf if counts[None] else result.statistic
+        degrees += result.degrees
+        for first in range(0, len(numbers), engine.max_slots):
+            some = numbers[first : first + engine.max_slots]
             texts = [outputs[number].tokens[:length] for number in some]
             rows = _along(engine, prompt, texts, plan.sampling)
             for number, text, along in zip(some, texts, rows, strict=True):
@@ -275,7 +277,7 @@ class _Preferences:
     """
 
     def __init__(self, parts: Parts) -> None:
-        self._found: dict[str, list[tuple[int, Int[np.ndarray, " bytes"]]]] = {}
+        self._preferences: dict[str, list[tuple[int, Int[np.ndarray, " bytes"]]]] = {}
         self._vocab_size = parts.target.vocab_size
         self._first_only = isinstance(parts.verifier, Carrying)
         self._blind = parts.decoding.drafts_ahead
@@ -291,15 +293,15 @@ class _Preferences:
         for bits, i in zip(liked, inner.tolist(), strict=True):
             state = cycle.states[i]
             if not (self._first_only and state.num_steps):
-                self._found.setdefault(state.request.id, []).append((len(state.output), bits))
+                self._preferences.setdefault(state.request.id, []).append((len(state.output), bits))
 
     def of(self, id: str, length: int) -> tuple[list[int], Float[Tensor, "places vocab"]]:
         """The places of a request's output at which steps begin, and 1 for each token that is liked there, else 0."""
-        found = [(place, bits) for place, bits in self._found.get(id, []) if place < length]
-        if not found:
+        noted = [(place, bits) for place, bits in self._preferences.get(id, []) if place < length]
+        if not noted:
             return [], torch.empty(0, self._vocab_size)
-        liked = np.unpackbits(np.stack([bits for _, bits in found]), axis=1, count=self._vocab_size)
-        return [place for place, _ in found], torch.from_numpy(liked).double()
+        liked = np.unpackbits(np.stack([bits for _, bits in noted]), axis=1, count=self._vocab_size)
+        return [place for place, _ in noted], torch.from_numpy(liked).double()
 
 
 @dataclass(kw_only=True)
@@ -355,24 +357,24 @@ def _plan(
         sampling = replace(base, temperature=each)
         rows = _rows(engine, prompt, sampling)
         plans.append(_Plan(sampling=sampling, classes=partition(rows, num_draws, length, engine.max_slots)))
-        if len(plans[-1].classes.expected) >= ENOUGH:
+        if len(plans[-1].classes.expected_counts) >= ENOUGH:
             break
-    return max(plans, key=lambda plan: len(plan.classes.expected))
+    return max(plans, key=lambda plan: len(plan.classes.expected_counts))
 
 
 def _rows(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Rows:
     """The target's own distributions after some beginnings."""
 
     def rows(begun: Sequence[Begun]) -> Float[np.ndarray, "begun vocab"]:
-        found: dict[Begun, Float[np.ndarray, " vocab"]] = {}
+        by_beginning: dict[Begun, Float[np.ndarray, " vocab"]] = {}
         for _, alike in groupby(sorted(begun, key=len), key=len):
             some = list(alike)
             for first in range(0, len(some), engine.max_slots):
-                texts = [[*prompt, *own] for own in some[first : first + engine.max_slots]]
+                texts = [[*prompt, *beginning] for beginning in some[first : first + engine.max_slots]]
                 logits = plain_logits(engine.parts.target, texts, 1)[:, 0]
-                made = transformers_rows(logits, texts, len(prompt), sampling).cpu().numpy()
-                found |= zip(some[first : first + engine.max_slots], made, strict=True)
-        return np.stack([found[own] for own in begun])
+                probabilities = transformers_rows(logits, texts, len(prompt), sampling).cpu().numpy()
+                by_beginning |= zip(some[first : first + engine.max_slots], probabilities, strict=True)
+        return np.stack([by_beginning[beginning] for beginning in begun])
 
     return rows
 

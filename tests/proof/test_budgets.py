@@ -50,7 +50,7 @@ def test_the_gate_says_what_it_checked_and_is_made_again_only_for_more_time(engi
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     hurried = gate(engine, 1e-9)
     assert hurried.fault is None
-    assert f"{hurried.identity.num_tokens} greedy tokens" in hurried.told
+    assert f"{hurried.identity.num_tokens} greedy tokens" in hurried.summary
     assert gate(engine, 1e-9) == hurried
     thorough = gate(engine, 1000.0)
     assert thorough.identity.num_tokens > hurried.identity.num_tokens

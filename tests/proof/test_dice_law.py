@@ -24,7 +24,7 @@ def with_other_seeds(number: int, states: list[Running]) -> PhiloxDice:
 def independence(make: Callable) -> dict[str, float]:
     tests = _Tests(make, torch.device("cpu"), shared=False)
     tests.independence()
-    return tests.found
+    return tests.p_values
 
 
 def test_honest_dice_of_any_seeds_are_called_independent_as_often_as_the_bound_says():

@@ -135,18 +135,18 @@ def test_classes_are_expected_as_often_as_their_outputs_and_often_enough(vocab, 
     rows, length = table(vocab, concentration, seed), 4
     classes = partition(rows, num_draws, length)
     found = masses(classes, rows, length)
-    assert set(found) - {None} == set(classes.expected)
-    for each, expected in classes.expected.items():
+    assert set(found) - {None} == set(classes.expected_counts)
+    for each, expected in classes.expected_counts.items():
         assert expected == pytest.approx(num_draws * found[each], rel=1e-9)
-    assert sum(classes.expected.values()) == pytest.approx(num_draws)
-    assert min(classes.expected.values()) >= LEAST_EXPECTED - 1e-9
+    assert sum(classes.expected_counts.values()) == pytest.approx(num_draws)
+    assert min(classes.expected_counts.values()) >= LEAST_EXPECTED - 1e-9
 
 
 @pytest.mark.parametrize("concentration", [0.01, 1.0, 100.0], ids=["peaked", "uneven", "flat"])
 def test_a_law_over_many_tokens_is_told_apart_however_peaked_it_is(concentration):
     classes = partition(table(5000, concentration, 0), 250, 6)
-    assert 8 <= len(classes.expected) <= 2 * MOST_CLASSES
-    assert min(classes.expected.values()) >= LEAST_EXPECTED
+    assert 8 <= len(classes.expected_counts) <= 2 * MOST_CLASSES
+    assert min(classes.expected_counts.values()) >= LEAST_EXPECTED
 
 
 def test_an_output_that_cannot_come_is_of_no_class():

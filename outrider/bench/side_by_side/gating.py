@@ -35,7 +35,7 @@ def passed(engine: Engine, time_limit: float) -> str:
     if not off < LAW_BOUND:
         raise NotLossless(f"its law is not the target's: enumerated on small tables, it is off by {off:.2g}")
     try:
-        return gate(engine, time_limit).told
+        return gate(engine, time_limit).summary
     except InputError as failed:
         raise NotLossless(str(failed).partition("; no speedup")[0]) from failed
 
