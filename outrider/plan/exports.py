@@ -30,11 +30,11 @@ def exported(advice: Advice, engine: str) -> str:
     first = min(advice.by_requests)
     drafter = _best_chain(advice.by_requests[first]).way.drafter
     if drafter == "none":
-        best = [_best_chain(found).way for _, found in sorted(advice.by_requests.items())]
+        best = [_best_chain(predictions).way for _, predictions in sorted(advice.by_requests.items())]
         drafter = next((way.drafter for way in best if not way.is_plain), "none")
     if drafter == "none":
         return ""
-    lengths = {b: _best_chain(found, drafter).way.length for b, found in sorted(advice.by_requests.items())}
+    lengths = {b: _best_chain(predictions, drafter).way.length for b, predictions in sorted(advice.by_requests.items())}
     name, path = _named(drafter)
     known = {each: exports_of(row.kind) for each, row in catalog.rows("drafter").items()}
     method = known[name].method(engine)
@@ -55,19 +55,19 @@ def batch_table(lengths: Mapping[int, int]) -> list[list[int]]:
     """
     sizes = sorted(lengths)
     ends = [*(after - 1 for _, after in pairwise(sizes)), sizes[-1]]
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for size, end in zip(sizes, ends, strict=True):
-        if found and found[-1][2] == lengths[size]:
-            found[-1][1] = end
+        if ranges and ranges[-1][2] == lengths[size]:
+            ranges[-1][1] = end
         else:
-            found.append([1 if not found else size, end, lengths[size]])
-    return found
+            ranges.append([1 if not ranges else size, end, lengths[size]])
+    return ranges
 
 
-def _best_chain(found: Sequence[PlanPrediction], drafter: str | None = None) -> PlanPrediction:
+def _best_chain(predictions: Sequence[PlanPrediction], drafter: str | None = None) -> PlanPrediction:
     chains = [
         each
-        for each in found
+        for each in predictions
         if each.way.is_plain or (each.way.tree == "chain" and drafter in (None, each.way.drafter))
     ]
     return ranked(chains)[0]
@@ -75,9 +75,9 @@ def _best_chain(found: Sequence[PlanPrediction], drafter: str | None = None) -> 
 
 def _named(drafter: str) -> tuple[str, str | None]:
     """The catalog's name of a drafter, and the path of its weights."""
-    made = catalog.make("drafter", drafter)
-    path = getattr(made, "path", None)
-    return catalog.name_of(made), None if path is None else str(path)
+    configured = catalog.make("drafter", drafter)
+    path = getattr(configured, "path", None)
+    return catalog.name_of(configured), None if path is None else str(path)
 
 
 def _vllm(method: str, path: str | None, lengths: Mapping[int, int], exports: Exports) -> str:

@@ -187,28 +187,28 @@ class Planner:
         that were timed, it follows a line.
         """
         costs, sampled = self.costs[way.drafter], self.record.temperature > 0
-        found = {}
+        ratios = {}
         for b, over_plain in sorted(self.trees.over_plain.get(way, {}).items()):
             plain = costs.steps(b, sampled=sampled, context=costs.context, longest=1)[0][0]
-            found[b] = over_plain * plain / costs.tree(b, way.widths, sampled=sampled, context=costs.context)
-        return float(np.interp(requests, list(found), list(found.values()))) if found else 1.0
+            ratios[b] = over_plain * plain / costs.tree(b, way.widths, sampled=sampled, context=costs.context)
+        return float(np.interp(requests, list(ratios), list(ratios.values()))) if ratios else 1.0
 
     def _seconds(self, way: DraftConfiguration, requests: int) -> Float[np.ndarray, "drafting lengths"]:
         """Seconds of a step by how many requests draft, and how deep."""
         if way.is_plain:
             return np.full((requests + 1, 1), self.plain_seconds(requests))
         costs = self.costs[way.drafter]
-        found = self._table(costs, requests, way.length)
-        plain = found[0, 0]
+        seconds = self._table(costs, requests, way.length)
+        plain = seconds[0, 0]
         if way.tree != "chain":
             dearer, sampled = self.dearer(way, requests), self.record.temperature > 0
             for depth in range(1, way.length + 1):
-                found[:, depth] = dearer * costs.tree(
+                seconds[:, depth] = dearer * costs.tree(
                     requests, way.widths[:depth], sampled=sampled, context=self._context
                 )
         # Noise must not make a longer draft cheaper. All steps of a table were timed in turns, those of two were not.
-        found = np.maximum.accumulate(np.maximum(found, plain), axis=1)
-        return found * (self.plain_seconds(requests) / plain)
+        seconds = np.maximum.accumulate(np.maximum(seconds, plain), axis=1)
+        return seconds * (self.plain_seconds(requests) / plain)
 
     def _table(self, costs: CostTable, requests: int, longest: int) -> Float[np.ndarray, "drafting lengths"]:
         return np.array(
@@ -226,15 +226,15 @@ class Planner:
             notes.append("times are estimated from a roofline, not measured")
         if any(costs.busy for costs in self.costs.values()):
             notes.append("costs were measured on a busy machine")
-        own = list(self.costs.values()) if way.is_plain else [self.costs[way.drafter]]
-        farther = any(requests > max(row.requests for row in each.rows) for each in own)
+        tables = list(self.costs.values()) if way.is_plain else [self.costs[way.drafter]]
+        farther = any(requests > max(row.requests for row in each.rows) for each in tables)
         if way.tree != "chain":
             farther = farther or requests > max(self.trees.over_plain.get(way, {}), default=0)
         if farther:
             notes.append("the time of a step is extended from chains and batches that were measured")
         if way.certainty == "at least":
             notes.append("it accepts at least what is shown")
-        doubt = max(each.doubt for each in own)
+        doubt = max(each.doubt for each in tables)
         if way.tree != "chain":
             doubt = max(doubt, self.trees.doubt)
         return math.hypot(doubt, FARTHER_ERROR if farther else 0.0), tuple(notes)
@@ -246,14 +246,14 @@ def ranked(predictions: Sequence[PlanPrediction]) -> list[PlanPrediction]:
     A tree whose steps were not timed does not come first, as long as there is another way: its costs are extended from
     chains, which flatters it.
     """
-    left, found = sorted(predictions, key=lambda each: -each.speedup.low), list[PlanPrediction]()
+    left, order = sorted(predictions, key=lambda each: -each.speedup.low), list[PlanPrediction]()
     while left:
-        open_ones = left if found else [each for each in left if each.timed] or left
+        open_ones = left if order else [each for each in left if each.timed] or left
         near = [each for each in open_ones if each.speedup.low >= 0.99 * open_ones[0].speedup.low]
         best = min(near, key=lambda each: each.way.effort)
         left.remove(best)
-        found.append(best)
-    return found
+        order.append(best)
+    return order
 
 
 def acceptance_for(block_efficiency: float, length: int) -> float | None:

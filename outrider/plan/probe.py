@@ -102,7 +102,7 @@ class StepProbe:
         self._context = context
         self.text = [(place * 7919 + 11) % parts.target.vocab_size for place in range(PERIOD)]
         self.states: list[Running] = []
-        self._made = 0
+        self._num_steps = 0
 
     def step(self, kind: StepShape) -> StepCost | None:
         """Make a step; None if there is no room for it, or if it drafted less than it should."""
@@ -123,15 +123,15 @@ class StepProbe:
             limit = None if i < drafting else 0
             state.request = replace(state.request, sampling=settings, max_draft_tokens=limit)
         looks_up, most = self._parts.drafter.rows == "point", kind.length + 1
-        kept = {state.request.id: 1 if looks_up else 1 + (self._made + i) % most for i, state in enumerate(states)}
-        made = parts.decoding.step(parts, states, keep=lambda state, tokens: kept[state.request.id])
-        self._made += 1
+        kept = {state.request.id: 1 if looks_up else 1 + (self._num_steps + i) % most for i, state in enumerate(states)}
+        steps = parts.decoding.step(parts, states, keep=lambda state, tokens: kept[state.request.id])
+        self._num_steps += 1
         for state in states if looks_up else ():
             # The newest token has not been read by any model.
             state.tokens[-1] = self.text[(len(state.tokens) - 1) % PERIOD]
-        if any(step.num_draft_tokens < kind.length for step in made[:drafting]):
+        if any(step.num_draft_tokens < kind.length for step in steps[:drafting]):
             return None
-        timing = made[0].timing
+        timing = steps[0].timing
         return StepCost(
             requests=kind.requests,
             length=kind.length,
@@ -152,8 +152,8 @@ class StepProbe:
         """Begin one more request."""
         number = len(self.states)
         prompt = tuple(self.text[place % PERIOD] for place in range(self._context))
-        asked = Request(id=f"probe {number}", prompt=prompt, max_new_tokens=1 << 30, sampling=Sampling(seed=number))
-        self.states.append(begin(self._parts, asked))
+        request = Request(id=f"probe {number}", prompt=prompt, max_new_tokens=1 << 30, sampling=Sampling(seed=number))
+        self.states.append(begin(self._parts, request))
         prefill(self._parts, self.states[-1])
         # A drafter that reads hidden states drafts from a request's second step on.
         self.states[-1].num_steps = 1
@@ -229,10 +229,10 @@ class Rounds:
 
     def costs(self) -> dict[StepShape, StepCost]:
         """What each kind costs when the machine is as slow as in its median round: the median repeat."""
-        found: dict[StepShape, list[StepCost]] = {}
+        by_kind: dict[StepShape, list[StepCost]] = {}
         for step, slowness in zip(self.steps, self.slowness.tolist(), strict=True):
-            found.setdefault(step.kind, []).append(step.cost.times(math.exp(-slowness)))
-        return {kind: sorted(rows, key=lambda row: row.seconds)[(len(rows) - 1) // 2] for kind, rows in found.items()}
+            by_kind.setdefault(step.kind, []).append(step.cost.times(math.exp(-slowness)))
+        return {kind: sorted(rows, key=lambda row: row.seconds)[(len(rows) - 1) // 2] for kind, rows in by_kind.items()}
 
     def doubt(self) -> float:
         r"""Relative standard error of what a draft costs over a plain step, for most kinds.
@@ -244,7 +244,8 @@ class Rounds:
         for step, error in zip(self.steps, self.errors.tolist(), strict=True):
             errors.setdefault(step.kind, []).append(abs(error))
         each = {
-            kind: math.pi / 2 * statistics.mean(own) / math.sqrt(max(1, len(own) - 1)) for kind, own in errors.items()
+            kind: math.pi / 2 * statistics.mean(kind_errors) / math.sqrt(max(1, len(kind_errors) - 1))
+            for kind, kind_errors in errors.items()
         }
         plain = {(kind.requests, kind.sampled): error for kind, error in each.items() if kind.length == 0}
         pairs = [
@@ -288,20 +289,20 @@ def measure(
         return None
     bench = StepProbe(parts, context)
     try:
-        made = repeated(bench, _kinds(batches, longest, thorough), seconds, MANY_REPEATS if thorough else REPEATS)
+        rounds = repeated(bench, _kinds(batches, longest, thorough), seconds, MANY_REPEATS if thorough else REPEATS)
     finally:
         bench.close()
-    found = made.costs()
-    reach = max((kind.length for kind in found if kind.requests == 1), default=0)
-    if StepShape(requests=1, length=0) not in found or reach == 0:
+    costs = rounds.costs()
+    reach = max((kind.length for kind in costs if kind.requests == 1), default=0)
+    if StepShape(requests=1, length=0) not in costs or reach == 0:
         return None
     ends = [StepShape(requests=1, length=0), StepShape(requests=1, length=reach)]
-    rows = list(found.values())
+    rows = list(costs.values())
     # For each request, a longer context may cost less in a step of many.
     farther = [[replace(end, requests=b) for end in ends] for b in dict.fromkeys((1, batches[-1]))]
     for kinds in farther if thorough else farther[:1]:
-        reading = kinds[0].requests * found[ends[0]].target * FAR / 8
-        if any(kind not in found for kind in kinds) or parts.target.max_context < 2 * FAR or reading > seconds / 4:
+        reading = kinds[0].requests * costs[ends[0]].target * FAR / 8
+        if any(kind not in costs for kind in kinds) or parts.target.max_context < 2 * FAR or reading > seconds / 4:
             continue
         bench = StepProbe(parts, FAR)
         try:
@@ -309,12 +310,12 @@ def measure(
         finally:
             bench.close()
         rows += far.costs().values()
-    busy = crowded(shares(before, CoreUsage.now()), torch.get_num_threads()) or made.unevenness > UNSTEADY
+    busy = crowded(shares(before, CoreUsage.now()), torch.get_num_threads()) or rounds.unevenness > UNSTEADY
     return CostTable(
         rows=tuple(rows),
-        catch_up=_catch_up(parts, found[ends[0]], found[ends[1]]),
-        doubt=made.doubt(),
-        unsteady=made.unsteady,
+        catch_up=_catch_up(parts, costs[ends[0]], costs[ends[1]]),
+        doubt=rounds.doubt(),
+        unsteady=rounds.unsteady,
         busy=busy,
         measured=time.time(),
     )
@@ -324,14 +325,14 @@ def _kinds(batches: Sequence[int], longest: int, thorough: bool) -> list[StepSha
     """The kinds of steps, the most important first: a slow model has time for the first ones alone."""
     lengths = list(dict.fromkeys(min(n, longest) for n in (ALL_LENGTHS if thorough else LENGTHS)))
     sampled = lengths if thorough else list(dict.fromkeys(min(n, longest) for n in SAMPLED))
-    found = []
+    kinds = []
     for b in batches:
-        found += [StepShape(requests=b, length=n) for n in lengths]
+        kinds += [StepShape(requests=b, length=n) for n in lengths]
         if thorough or b in (batches[0], batches[-1]):
-            found += [StepShape(requests=b, length=n, sampled=True) for n in sampled]
+            kinds += [StepShape(requests=b, length=n, sampled=True) for n in sampled]
         if b > 1:
-            found += [StepShape(requests=b, length=n, drafting=1) for n in lengths if n in ALONE]
-    return found
+            kinds += [StepShape(requests=b, length=n, drafting=1) for n in lengths if n in ALONE]
+    return kinds
 
 
 def repeated(bench: StepProbe, kinds: Sequence[StepShape], seconds: float, most: int) -> Rounds:
@@ -349,15 +350,15 @@ def repeated(bench: StepProbe, kinds: Sequence[StepShape], seconds: float, most:
         if (last := warm[-1]) is not None:
             spent += 3 * last.seconds
             todo.append(kind)
-    order, made = random.Random(0), list[Timed]()
+    order, timed = random.Random(0), list[Timed]()
     turns = [kind for kind in todo for _ in range(1 if kind.length else PLAIN_REPEATS)]
     for number in range(most):
         if number >= 3 and time.perf_counter() - began > seconds:
             break
         for kind in order.sample(turns, len(turns)):
             if (cost := bench.step(kind)) is not None:
-                made.append(Timed(kind=kind, round=number, cost=cost))
-    return Rounds.of(made)
+                timed.append(Timed(kind=kind, round=number, cost=cost))
+    return Rounds.of(timed)
 
 
 def _catch_up(parts: Parts, plain: StepCost, drafted: StepCost) -> float:

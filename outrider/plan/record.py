@@ -127,27 +127,27 @@ class RecordedRun:
     def read(cls, file: Path) -> "RecordedRun":
         """The record in a file. Raises InputError if it holds none."""
         try:
-            with np.load(file, allow_pickle=False) as found:
-                head = json.loads(bytes(found["head"]))
+            with np.load(file, allow_pickle=False) as arrays:
+                head = json.loads(bytes(arrays["head"]))
                 if head["format"] != FORMAT:
                     raise InputError(f"{file} was recorded by another version; delete it to record anew")
                 texts = tuple(
                     TargetText(
                         prompt=prompt,
-                        tokens=found[f"text/{i}/tokens"],
-                        log_probs=found[f"text/{i}/log_probs"],
+                        tokens=arrays[f"text/{i}/tokens"],
+                        log_probs=arrays[f"text/{i}/log_probs"],
                         ended=ended,
                     )
                     for i, (prompt, ended) in enumerate(zip(head["prompts"], head["ended"], strict=True))
                 )
                 drafts = {}
-                for name, made in head["drafters"].items():
+                for name, entry in head["drafters"].items():
                     places = [f"drafter/{name}/{i}" for i in range(len(texts))]
                     drafts[name] = tuple(
                         DraftRows(
-                            pure=made["pure"],
-                            **{part: found[f"{place}/{part}"] for part in ("log_probs", "coupled", "guesses")},
-                            trees={kind: found[f"{place}/tree/{kind}"] for kind in made["trees"]},
+                            pure=entry["pure"],
+                            **{part: arrays[f"{place}/{part}"] for part in ("log_probs", "coupled", "guesses")},
+                            trees={kind: arrays[f"{place}/tree/{kind}"] for kind in entry["trees"]},
                         )
                         for place in places
                     )

@@ -77,7 +77,7 @@ def record(
     if sampling.reads_prefix:
         raise InputError("penalties and processors that read the text cannot be planned; leave them out")
     outputs = plain_run(engine, prompts, sampling, max_new_tokens)
-    said = [
+    continuations = [
         Continuation(
             prompt=tuple(prompt),
             text=TargetText(
@@ -90,30 +90,31 @@ def record(
         for prompt, output in zip(prompts, outputs, strict=True)
         if output.tokens
     ]
-    if not said:
+    if not continuations:
         raise InputError("the target said nothing to any prompt")
     engine.rest()
     rows: dict[str, tuple[DraftRows, ...]] = {}
     for name, drafter in drafters.items():
-        found = [
+        pairs = [
             pair
-            for first in range(0, len(said), engine.max_slots)
+            for first in range(0, len(continuations), engine.max_slots)
             for pair in along(
                 engine.parts,
                 drafter,
-                said[first : first + engine.max_slots],
+                continuations[first : first + engine.max_slots],
                 sampling,
                 depth,
                 draft_sampling=draft_sampling,
             )
         ]
-        said = [replace(each, text=replace(each.text, log_probs=p)) for each, (p, _) in zip(said, found, strict=True)]
-        rows[name] = tuple(each for _, each in found)
-    texts = tuple(each.text for each in said)
-    found_record = RecordedRun(texts=texts, drafts=rows, temperature=sampling.temperature)
-    return replace(
-        found_record, slowness=slowness_of([output.steps for output in outputs], costs, found_record) if costs else 1.0
-    )
+        continuations = [
+            replace(each, text=replace(each.text, log_probs=p))
+            for each, (p, _) in zip(continuations, pairs, strict=True)
+        ]
+        rows[name] = tuple(each for _, each in pairs)
+    texts = tuple(each.text for each in continuations)
+    run = RecordedRun(texts=texts, drafts=rows, temperature=sampling.temperature)
+    return replace(run, slowness=slowness_of([output.steps for output in outputs], costs, run) if costs else 1.0)
 
 
 def plain_run(
@@ -128,15 +129,15 @@ def plain_run(
     return outputs
 
 
-def slowness_of(outputs: Sequence[Sequence[Step]], costs: Sequence[CostTable], made: RecordedRun) -> float:
+def slowness_of(outputs: Sequence[Sequence[Step]], costs: Sequence[CostTable], run: RecordedRun) -> float:
     """Seconds of the run's steps over those that the tables say. Sums are compared, as disturbed steps count too.
 
     Steps in which a request makes its first one are left out, because they may read a prompt.
     """
-    sampled = made.temperature > 0
+    sampled = run.temperature > 0
     first = {id(steps[0].timing) for steps in outputs if steps}
     later = {id(step.timing): step for steps in outputs for step in steps if id(step.timing) not in first}
-    plain = [plain_seconds(costs, step.num_requests, sampled=sampled, context=made.context) for step in later.values()]
+    plain = [plain_seconds(costs, step.num_requests, sampled=sampled, context=run.context) for step in later.values()]
     return sum(step.timing.total for step in later.values()) / sum(plain) if plain else 1.0
 
 
@@ -144,7 +145,7 @@ def slowness_of(outputs: Sequence[Sequence[Step]], costs: Sequence[CostTable], m
 def along(
     parts: Parts,
     drafter: Drafter,
-    said: Sequence[Continuation],
+    continuations: Sequence[Continuation],
     sampling: Sampling,
     depth: int,
     *,
@@ -155,7 +156,7 @@ def along(
     Args:
         parts: The target is theirs; it has a free slot for each text.
         drafter: The drafter.
-        said: The texts.
+        continuations: The texts.
         sampling: How the texts were drawn.
         depth: Deepest draft token.
         draft_sampling: How drafts are drawn, if otherwise. Then predictions are wrong: it is there to test them.
@@ -164,21 +165,23 @@ def along(
     parts = replace(parts, drafter=drafter, length=FixedLength(num_speculative_tokens=depth))
     states: list[Running] = []
     try:
-        for i, each in enumerate(said):
+        for i, each in enumerate(continuations):
             request = Request(
                 id=str(i), prompt=each.prompt, max_new_tokens=len(each.text.tokens), sampling=replace(sampling, seed=i)
             )
             states.append(begin(parts, request))
             prefill(parts, states[-1])
-        targets = [_target_rows(parts, state, each.text, sampling) for state, each in zip(states, said, strict=True)]
+        targets = [
+            _target_rows(parts, state, each.text, sampling) for state, each in zip(states, continuations, strict=True)
+        ]
         notes = [
             _Notes.of(drafter, each.text, rows, sampling, of_drafts, depth)
-            for each, rows in zip(said, targets, strict=True)
+            for each, rows in zip(continuations, targets, strict=True)
         ]
-        for place in range(max(len(each.text.tokens) for each in said)):
-            here = [i for i, each in enumerate(said) if place < len(each.text.tokens)]
+        for place in range(max(len(each.text.tokens) for each in continuations)):
+            here = [i for i, each in enumerate(continuations) if place < len(each.text.tokens)]
             _guess(parts, [states[i] for i in here], [notes[i] for i in here], place)
-            _go_on(parts, [states[i] for i in here], [int(said[i].text.tokens[place]) for i in here])
+            _go_on(parts, [states[i] for i in here], [int(continuations[i].text.tokens[place]) for i in here])
         return [(each.log_p, each.rows()) for each in notes]
     finally:
         for state in states:
@@ -233,7 +236,7 @@ class _Notes:
         # Where rows depend on the tokens alone, the first guess at each place says all.
         pure = drafter.context_pure and drafter.rows == "sampled"
         count, stored = len(text.tokens), 1 if pure else depth
-        own = p[torch.arange(count), torch.from_numpy(text.tokens)].numpy()
+        chances = p[torch.arange(count), torch.from_numpy(text.tokens)].numpy()
         sizes = {name: tree.chances(np.ones(1), np.ones(1), 0, 0.0).shape for name, tree in KINDS.items()}
         levels = 1 if pure else min(depth, TREE_DEPTH)
         return cls(
@@ -243,7 +246,7 @@ class _Notes:
             depth=depth,
             tokens=text.tokens.tolist(),
             p=p,
-            log_p=np.log(np.maximum(own, 1e-300)),
+            log_p=np.log(np.maximum(chances, 1e-300)),
             log_q=np.full((count, stored), -np.inf),
             coupled=np.zeros((count, stored)),
             guesses=np.zeros(count, dtype=np.int64),
@@ -258,17 +261,17 @@ class _Notes:
         """Note the row that guesses the token `depth` behind a place."""
         at = place + depth
         token, p = self.tokens[at], self.p[at].numpy()
-        own = q.double().numpy()
+        q_row = q.double().numpy()
         if self.greedy:
-            self.log_q[place, depth] = 0.0 if int(own.argmax()) == token else -np.inf
-            self.coupled[place, depth] = float(int(own.argmax()) == token)
-        elif own[token] > 0 and p[token] > 0:
-            self.log_q[place, depth] = np.log(own[token])
-            together = np.maximum(p / p[token], own / own[token]).sum()
+            self.log_q[place, depth] = 0.0 if int(q_row.argmax()) == token else -np.inf
+            self.coupled[place, depth] = float(int(q_row.argmax()) == token)
+        elif q_row[token] > 0 and p[token] > 0:
+            self.log_q[place, depth] = np.log(q_row[token])
+            together = np.maximum(p / p[token], q_row / q_row[token]).sum()
             self.coupled[place, depth] = min(1.0, 1 / (together * p[token]))
         for name, values in self.trees.items():
             if depth < values.shape[1]:
-                values[place, depth] = KINDS[name].chances(p, own, token, 0.5) if p[token] > 0 else 0.0
+                values[place, depth] = KINDS[name].chances(p, q_row, token, 0.5) if p[token] > 0 else 0.0
 
     def note_point(self, place: int, depth: int, token: int) -> None:
         """Note the one token that a drafter proposes."""
@@ -301,10 +304,10 @@ def _guess(parts: Parts, states: Sequence[Running], notes: Sequence[_Notes], pla
     here = [i for i, room in enumerate(rooms) if room > 0]
     drafter = parts.drafter
     if here:
-        asked = [1 if notes[i].pure else rooms[i] for i in here]
+        counts = [1 if notes[i].pure else rooms[i] for i in here]
         some = [states[i] for i in here]
-        guess, active = drafter.begin(some, asked), list(range(len(here)))
-        for depth in range(max(asked)):
+        guess, active = drafter.begin(some, counts), list(range(len(here)))
+        for depth in range(max(counts)):
             going: list[int] = []
             tokens: list[int] = []
             rows = None if guess.tokens is not None else _draft_rows(guess, notes[here[0]].draft_sampling)
@@ -324,7 +327,7 @@ def _guess(parts: Parts, states: Sequence[Running], notes: Sequence[_Notes], pla
                         # The drafter cannot go on behind a token that it does not have.
                         note.guesses[place] = rooms[here[k]]
                         continue
-                if depth + 1 < asked[k]:
+                if depth + 1 < counts[k]:
                     going.append(k)
                     tokens.append(following)
             if not going:

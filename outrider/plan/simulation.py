@@ -97,7 +97,7 @@ def simulate(
     chosen = [pool[i] for i in rng.integers(len(pool), size=requests).tolist()]
     seconds = [0.0, *(planner.predict(way, b).seconds for b in range(1, slots + 1))]
     per_token = _prompt_seconds(planner, slots)
-    clock, made, waiting = 0.0, 0, 0
+    clock, num_steps, waiting = 0.0, 0, 0
     ends: list[tuple[int, int]] = []
     first = [0.0] * requests
     ttft: list[float] = []
@@ -110,7 +110,7 @@ def simulate(
         new: list[int] = []
         while waiting < requests and len(ends) < slots and arrivals[waiting] <= clock:
             clock += per_token * (chosen[waiting].prompt - 1)
-            heapq.heappush(ends, (made + chosen[waiting].steps, waiting))
+            heapq.heappush(ends, (num_steps + chosen[waiting].steps, waiting))
             new.append(waiting)
             waiting += 1
         running = len(ends)
@@ -118,12 +118,12 @@ def simulate(
         for request in new:
             first[request] = clock + step
             ttft.append(first[request] - arrivals[request])
-        count = ends[0][0] - made
+        count = ends[0][0] - num_steps
         if waiting < requests and running < slots:
             count = min(count, max(1, math.ceil((arrivals[waiting] - clock) / step)))
-        clock, made = clock + count * step, made + count
+        clock, num_steps = clock + count * step, num_steps + count
         steps_of_requests += running * count
-        while ends and ends[0][0] == made:
+        while ends and ends[0][0] == num_steps:
             _, request = heapq.heappop(ends)
             e2e.append(clock - arrivals[request])
             if chosen[request].tokens > 1:
@@ -137,23 +137,23 @@ def simulate(
         ttft=Percentiles.of(ttft),
         tpot=Percentiles.of(tpot),
         e2e=Percentiles.of(e2e),
-        mean_running=steps_of_requests / made,
+        mean_running=steps_of_requests / num_steps,
         keeps_up=left >= KEEPS_UP * requests / arrivals[-1],
     )
 
 
 def _outputs(planner: Planner, way: DraftConfiguration, rng: np.random.Generator) -> list[_Output]:
     """Outputs of every recorded text, with steps drawn from the chances at each place."""
-    found: list[_Output] = []
+    outputs: list[_Output] = []
     for i, text in enumerate(planner.record.texts):
         count = len(text.tokens)
         if way.is_plain:
-            found += [_Output(prompt=text.prompt, tokens=count, steps=count)] * OUTPUTS
+            outputs += [_Output(prompt=text.prompt, tokens=count, steps=count)] * OUTPUTS
             continue
         survivals = way.survivals(text, planner.record.drafts[way.drafter][i])
         for _ in range(OUTPUTS):
-            found.append(_Output(prompt=text.prompt, tokens=count, steps=_drawn_steps(survivals, rng.random(count))))
-    return found
+            outputs.append(_Output(prompt=text.prompt, tokens=count, steps=_drawn_steps(survivals, rng.random(count))))
+    return outputs
 
 
 def _drawn_steps(survivals: list[Float[np.ndarray, " bounds"]], draws: Float[np.ndarray, " places"]) -> int:

@@ -49,8 +49,8 @@ def costs_of(parts: Parts, *, max_slots: int, probe: bool, most_doubt: float = m
     kept = read(parts, max_requests)
     if not probe or (kept is not None and kept.doubt <= most_doubt and not _outdated(kept)):
         return kept
-    found = measured(parts, max_slots=max_slots, thorough=most_doubt < math.inf)
-    return kept if found is None or (found.busy and kept is not None) else found
+    table = measured(parts, max_slots=max_slots, thorough=most_doubt < math.inf)
+    return kept if table is None or (table.busy and kept is not None) else table
 
 
 def _outdated(kept: CostTable) -> bool:
@@ -64,21 +64,21 @@ def measured(parts: Parts, *, max_slots: int, thorough: bool = False) -> CostTab
     A short measurement is combined with kept costs that are uncertain. All slots of the target must be free.
     """
     max_requests = min(max_slots, MANY, parts.target.max_slots)
-    found = measure(parts, max_requests=max_requests, thorough=thorough)
-    if found is not None and not found.busy:
+    table = measure(parts, max_requests=max_requests, thorough=thorough)
+    if table is not None and not table.busy:
         kept = None if thorough else read(parts, max_requests)
         if kept is not None and kept.doubt > MOST_DOUBT:
-            found = found.combined(kept)
-        remembered.write(RECORD, _key_of_table(parts, max_requests), {"max_requests": max_requests, **found.values()})
+            table = table.combined(kept)
+        remembered.write(RECORD, _key_of_table(parts, max_requests), {"max_requests": max_requests, **table.values()})
         # What is read back is what other processes read. Where nothing can be written it is nothing.
-        return read(parts, max_requests) or found
-    return found
+        return read(parts, max_requests) or table
+    return table
 
 
 def measured_again(parts: Parts, *, max_slots: int) -> Experience:
     """The experience of parts after their costs were measured anew. On a busy machine the old costs stay."""
-    found, old = measured(parts, max_slots=max_slots), parts.experience.costs
-    return parts.experience.with_costs(old if found is None or (found.busy and old is not None) else found)
+    table, old = measured(parts, max_slots=max_slots), parts.experience.costs
+    return parts.experience.with_costs(old if table is None or (table.busy and old is not None) else table)
 
 
 def read(parts: Parts, max_requests: int = 1) -> CostTable | None:
@@ -111,5 +111,5 @@ def key_of(parts: Parts) -> Mapping[str, Any]:
 
 def _key_of_table(parts: Parts, max_requests: int) -> Mapping[str, Any]:
     """Under which costs of steps of up to so many requests are kept. Tables of other kinds of steps are not read."""
-    own = {**key_of(parts), "alone": list(ALONE)}
-    return {**own, "requests": MANY} if max_requests > FEW else own
+    key = {**key_of(parts), "alone": list(ALONE)}
+    return {**key, "requests": MANY} if max_requests > FEW else key

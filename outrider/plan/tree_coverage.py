@@ -106,24 +106,24 @@ class SharedPaths:
         The draw that is accepted is the j-th; each later one is the token with q(token), and under K-SEQ an earlier
         one may have been the token too, and refused.
         """
-        found = np.zeros((self.count + 1, self.count + 1))
+        masses = np.zeros((self.count + 1, self.count + 1))
         for m in range(1, self.count + 1):
             at_draw, before = _accepted_draws(p, q, token, m, self.rule)
             for j, mass in enumerate(at_draw):
                 later = _binomial(m - j - 1, min(1.0, float(q[token])))
                 earlier = _binomial(j, before)
-                found[m, 1 : m + 1] += mass * np.convolve(later, earlier)
-        return found / p[token]
+                masses[m, 1 : m + 1] += mass * np.convolve(later, earlier)
+        return masses / p[token]
 
     def survival(self, places: Sequence[Chances]) -> Float[np.ndarray, " bounds"]:
         """The mass that is left after each level."""
         mass = np.zeros(self.count + 1)
         mass[self.count] = 1.0
-        found = [1.0]
+        survivals = [1.0]
         for chances in places[: self.depth]:
             mass = mass @ chances
-            found.append(float(mass.sum()))
-        return np.array(found)
+            survivals.append(float(mass.sum()))
+        return np.array(survivals)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,12 +167,12 @@ class Ranked:
     @property
     def widths(self) -> tuple[int, ...]:
         """Nodes at depth 1, 2, ..."""
-        found, here, first = list[int](), 1, 0
+        widths, here, first = list[int](), 1, 0
         while here:
             counts = self.children[first : first + here]
             first, here = first + here, sum(counts)
-            found.append(here)
-        return tuple(found[:-1])
+            widths.append(here)
+        return tuple(widths[:-1])
 
     @property
     def depth(self) -> int:
@@ -195,15 +195,15 @@ class Ranked:
 
     def survival(self, places: Sequence[Chances]) -> Float[np.ndarray, " bounds"]:
         """1 as long as the text runs along the tree, then 0."""
-        found, node = np.zeros(min(self.depth, len(places)) + 1), 0
-        found[0] = 1.0
-        for level in range(1, len(found)):
+        survivals, node = np.zeros(min(self.depth, len(places)) + 1), 0
+        survivals[0] = 1.0
+        for level in range(1, len(survivals)):
             rank = float(places[level - 1][0])
             if node >= len(self.children) or rank >= self.children[node]:
                 break
             node = 1 + sum(self.children[:node]) + int(rank)
-            found[level] = 1.0
-        return found
+            survivals[level] = 1.0
+        return survivals
 
 
 def _binomial(count: int, chance: float) -> Float[np.ndarray, " outcomes"]:
@@ -259,17 +259,17 @@ def _accepted_draws(p: Row, q: Row, token: int, m: int, rule: str) -> tuple[list
     if rule == "kseq":
         target, draft = (torch.from_numpy(row)[None] for row in (p, q))
         rho, beta = (float(each) for each in discount(target, draft, torch.tensor([[m]], dtype=torch.float64)))
-        own = min(q[token], p[token] / rho)
+        accepted = min(q[token], p[token] / rho)
         refused = max(0.0, 1 - beta)
-        before = (q[token] - own) / refused if refused > 0 else 0.0
-        return [float(own * refused**j) for j in range(m)], float(min(1.0, max(0.0, before)))
-    found, left, reached = list[float](), p, 1.0
+        before = (q[token] - accepted) / refused if refused > 0 else 0.0
+        return [float(accepted * refused**j) for j in range(m)], float(min(1.0, max(0.0, before)))
+    chances, left, reached = list[float](), p, 1.0
     for _ in range(m):
-        found.append(float(reached * min(left[token], q[token])))
+        chances.append(float(reached * min(left[token], q[token])))
         residual = np.maximum(left - q, 0)
         mass = residual.sum()
         if mass <= 0:
-            return [*found, *[0.0] * (m - len(found))], 0.0
+            return [*chances, *[0.0] * (m - len(chances))], 0.0
         left, reached = residual / mass, reached * mass
     # A token that was refused is never accepted later: nothing of the target is left at it.
-    return found, 0.0
+    return chances, 0.0

@@ -54,24 +54,24 @@ def time_trees(
         return TreeTimes()
     plain = [StepShape(requests=b, length=0, sampled=sampled) for b in batches]
     kinds = {
-        StepShape(requests=b, length=way.length, sampled=sampled, way=_made(way)): (way, b)
+        StepShape(requests=b, length=way.length, sampled=sampled, way=_draft_way(way)): (way, b)
         for way in trees
         for b in batches
     }
     bench = StepProbe(parts, context)
     try:
-        made = repeated(bench, [*plain, *kinds], seconds, REPEATS)
+        rounds = repeated(bench, [*plain, *kinds], seconds, REPEATS)
     finally:
         bench.close()
-    costs = made.costs()
-    found: dict[DraftConfiguration, dict[int, float]] = {}
+    costs = rounds.costs()
+    over_plain: dict[DraftConfiguration, dict[int, float]] = {}
     for kind, (way, b) in kinds.items():
         beside = StepShape(requests=b, length=0, sampled=sampled)
         if kind in costs and beside in costs:
-            found.setdefault(way, {})[b] = costs[kind].seconds / costs[beside].seconds
-    return TreeTimes(over_plain=found, doubt=made.doubt())
+            over_plain.setdefault(way, {})[b] = costs[kind].seconds / costs[beside].seconds
+    return TreeTimes(over_plain=over_plain, doubt=rounds.doubt())
 
 
-def _made(way: DraftConfiguration) -> DraftWay:
+def _draft_way(way: DraftConfiguration) -> DraftWay:
     tree, verifier = catalog.make("tree", way.tree), catalog.make("verifier", way.verifier)
     return DraftWay(tree=cast(Any, tree), verifier=cast(Any, verifier))

@@ -31,12 +31,12 @@ class Advice:
         """What to use for the smallest number of requests, and whether it changes with more."""
         first = min(self.by_requests)
         best = self.chosen(first)
-        said = _advised(best, self.by_requests[first], first)
+        text = _advised(best, self.by_requests[first], first)
         others = [b for b in sorted(self.by_requests) if self.chosen(b).way != best.way]
         if not others:
-            return said
+            return text
         changes = ", ".join(f"{self.chosen(b).way.name} for {b}" for b in others)
-        return f"{said} With more requests at once: {changes}."
+        return f"{text} With more requests at once: {changes}."
 
     def values(self) -> dict[str, Any]:
         """The advice as values of JSON."""
@@ -45,11 +45,11 @@ class Advice:
             "plans": [
                 {
                     "requests": b,
-                    "chosen": found[0].way.name,
-                    "options": found[0].way.options(),
-                    "predictions": [values_of(each) for each in found],
+                    "chosen": predictions[0].way.name,
+                    "options": predictions[0].way.options(),
+                    "predictions": [values_of(each) for each in predictions],
                 }
-                for b, found in self.by_requests.items()
+                for b, predictions in self.by_requests.items()
             ],
         }
 
@@ -73,7 +73,7 @@ def values_of(prediction: PlanPrediction) -> dict[str, Any]:
     }
 
 
-def _advised(best: PlanPrediction, found: Sequence[PlanPrediction], requests: int) -> str:
+def _advised(best: PlanPrediction, predictions: Sequence[PlanPrediction], requests: int) -> str:
     for_whom = "one request" if requests == 1 else f"{requests} requests at once"
     if not best.way.is_plain:
         speed = best.speedup
@@ -81,7 +81,7 @@ def _advised(best: PlanPrediction, found: Sequence[PlanPrediction], requests: in
             f"Use {best.way.name}: {speed.value:.2f} times as fast as plain decoding for {for_whom} "
             f"({speed.low:.2f} to {speed.high:.2f})."
         )
-    drafting = [each for each in found if not each.way.is_plain]
+    drafting = [each for each in predictions if not each.way.is_plain]
     if not drafting:
         return f"Do not speculate for {for_whom}: there is no way of drafting to choose from."
     near = max(drafting, key=lambda each: each.speedup.value)

@@ -92,27 +92,27 @@ class DraftConfiguration:
 
     def survivals(self, text: TargetText, rows: DraftRows) -> list[Float[np.ndarray, " bounds"]]:
         """Probability that a step which begins at a place accepts at least 0, 1, ... tokens, given the text."""
-        depths, found = self.drafted(text, rows), []
+        depths, survivals = self.drafted(text, rows), []
         for place, depth in enumerate(depths.tolist()):
             if depth == 0:
-                found.append(np.ones(1))
+                survivals.append(np.ones(1))
                 continue
             if self.kind is not None:
                 name, tree = self.kind
-                found.append(tree.survival(list(rows.ahead(rows.trees[name], place, depth))))
+                survivals.append(tree.survival(list(rows.ahead(rows.trees[name], place, depth))))
                 continue
             log_q = rows.ahead(rows.log_probs, place, depth)
             match self.verifier:
                 case "token" | "block":
                     ratios = text.log_probs[place : place + depth] - log_q
-                    found.append(survival(ratios, self.verifier))
+                    survivals.append(survival(ratios, self.verifier))
                 case "match":
-                    found.append(np.cumprod(np.append(1.0, np.exp(log_q))))
+                    survivals.append(np.cumprod(np.append(1.0, np.exp(log_q))))
                 case "coupled":
-                    found.append(np.cumprod(np.append(1.0, rows.ahead(rows.coupled, place, depth))))
+                    survivals.append(np.cumprod(np.append(1.0, rows.ahead(rows.coupled, place, depth))))
                 case other:
                     raise InputError(f"a record does not tell what verifier {other!r} accepts")
-        return found
+        return survivals
 
 
 MOST_NODES, MOST_CHILDREN, DEEPEST = 16, 4, 8

@@ -14,7 +14,7 @@ from outrider.core.texts import Before
 from outrider.core.types import InputError, Sampling, ShortList
 from outrider.lm.protocol import LM, Segment
 from outrider.plan.tree_coverage import Chances, DraftedTree
-from outrider.theory.coverage import Coverage, expected
+from outrider.theory.coverage import Coverage, expected_coverage
 
 Rows = Float[np.ndarray, "places vocab"]
 
@@ -115,4 +115,4 @@ class RecordedText:
             places = zip(self.p, self.q, self.tokens, self.starts, strict=True)
             self._known[tree.kind] = [tree.chances(p, q, token, start) for p, q, token, start in places]
         places_ = self._known[tree.kind]
-        return expected([tree.survival(places_[i : i + tree.depth]) for i in range(min(before, length))], length)
+        return expected_coverage([tree.survival(places_[i : i + tree.depth]) for i in range(min(before, length))], length)
