@@ -302,8 +302,8 @@ def distilled(
             f"the draft model {drafter} has {logit_width(model)} token ids and the target {logit_width(target)}, and "
             "without both tokenizers the two cannot be matched"
         )
-    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
-    eos_ids = [ends] if isinstance(ends, int) else list(ends or [])
+    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+    eos_ids = [eos] if isinstance(eos, int) else list(eos or [])
     sampler = Sampler(seed=seed, share=data.share, eos_ids=eos_ids) if data.share > 0 else None
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     return Distilled(
@@ -336,13 +336,13 @@ def check_words(
 
 def write_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     """Write a model as transformers does, with its weights in a dtype. Tied weights stay tied."""
-    made: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+    converted: dict[tuple[int, tuple[int, ...]], Tensor] = {}
     state = {}
     for name, tensor in model.state_dict().items():
         key = (tensor.data_ptr(), tuple(tensor.shape))
-        if key not in made or not tensor.numel():
-            made[key] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        state[name] = made[key]
+        if key not in converted or not tensor.numel():
+            converted[key] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        state[name] = converted[key]
     before = model.config.dtype
     model.save_pretrained(folder, state_dict=state)
     # transformers writes the dtype of the weights in memory.
@@ -353,11 +353,11 @@ def write_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> Non
 
 def _inputs(tokens: Int[Tensor, "rows length"], positions: Int[Tensor, "rows length"] | None) -> dict[str, Any]:
     """What a transformers model is called with."""
-    given: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
     if positions is not None:
         # Without a mask, transformers takes every jump of the positions for the beginning of another text.
-        given |= {"position_ids": positions, "attention_mask": torch.ones_like(tokens)}
-    return given
+        inputs |= {"position_ids": positions, "attention_mask": torch.ones_like(tokens)}
+    return inputs
 
 
 def guessing(batch: TrainBatch) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:

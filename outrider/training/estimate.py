@@ -229,7 +229,7 @@ def head_estimate(learner: HeadObjective, target: PreTrainedModel, work: Work, *
     )
 
 
-def output_layer_advice(learner: HeadObjective, found: TrainEstimate) -> str | None:
+def output_layer_advice(learner: HeadObjective, needed: TrainEstimate) -> str | None:
     """What to do where the output layer takes most of what a head adds to the target; None where it does not, or where
     nothing can be done.
     """
@@ -237,8 +237,8 @@ def output_layer_advice(learner: HeadObjective, found: TrainEstimate) -> str | N
     if getattr(options, "draft_vocab", 0) is not None or options.init_from is not None:
         return None
     size = sum(p.numel() for p in learner.head.parameters() if p.requires_grad and width in p.shape)
-    taken = found.share(size / max(1, found.num_trained)) + found.logits
-    if 2 * taken < found.total - found.target:
+    taken = needed.share(size / max(1, needed.num_trained)) + needed.logits
+    if 2 * taken < needed.total - needed.target:
         return None
     return (
         f"{_size(taken)} of it are the output layer over {width:,} tokens and its logits; --draft-vocab 32000 lets the "
@@ -268,13 +268,13 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def skeleton(given: PreTrainedConfig | PreTrainedModel) -> PreTrainedModel:
+def skeleton(source: PreTrainedConfig | PreTrainedModel) -> PreTrainedModel:
     """A model without weights."""
-    if isinstance(given, PreTrainedModel):
-        return given
+    if isinstance(source, PreTrainedModel):
+        return source
     with torch.device("meta"):
-        found: PreTrainedModel = AutoModelForCausalLM.from_config(given)
-    return found
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(source)
+    return model
 
 
 def _text(model: PreTrainedModel) -> PreTrainedConfig:
@@ -291,8 +291,8 @@ def _feed_forward(text: PreTrainedConfig) -> int:
     """Width of a feed-forward, or of an expert's."""
     number, _ = _experts(text)
     width = getattr(text, "moe_intermediate_size", None) if number > 1 else None
-    found = width or getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    return int(max(found) if isinstance(found, list | tuple) else found)
+    size = width or getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    return int(max(size) if isinstance(size, list | tuple) else size)
 
 
 def _size(count: float) -> str:

@@ -88,21 +88,21 @@ class Sampler:
             pad_token_id=PADDING,
             use_cache=True,
         )
-        learning, own = model.training, model.generation_config
+        learning, config_of_model = model.training, model.generation_config
         # The model's own settings, such as a repetition penalty, would change what it draws from.
         model.generation_config = GenerationConfig()
         model.eval()
         try:
-            made = model.generate(
+            generated = model.generate(
                 tokens,
                 attention_mask=mask,
                 generation_config=config,
                 logits_processor=LogitsProcessorList([drawing]),
             )
         finally:
-            model.generation_config = own
+            model.generation_config = config_of_model
             model.train(learning)
-        return [self._ended(each[longest : longest + most]) for each, most in zip(made, room, strict=True)]
+        return [self._ended(each[longest : longest + most]) for each, most in zip(generated, room, strict=True)]
 
     def _ended(self, tokens: Int[Tensor, " tokens"]) -> Int[Tensor, " ended"]:
         """A continuation up to its first end of text, which belongs to it."""

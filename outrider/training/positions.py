@@ -149,12 +149,12 @@ def acceptance_by_position(
     if any(high <= low for low, high in zip([0, *borders], borders, strict=False)):
         raise InputError(f"borders must increase from above 0, got {list(borders)}")
     which = np.searchsorted(np.array(borders), positions, side="right")
-    found = []
+    buckets = []
     for i, (first, end) in enumerate(zip([0, *borders], [*borders, None], strict=True)):
-        own = acceptance[which == i]
-        mean = float(own.mean()) if len(own) else None
-        found.append(Bucket(first=first, end=end, count=len(own), acceptance=mean))
-    return found
+        values = acceptance[which == i]
+        mean = float(values.mean()) if len(values) else None
+        buckets.append(Bucket(first=first, end=end, count=len(values), acceptance=mean))
+    return buckets
 
 
 def positions_of(name: str, limit: int, seed: int) -> Positions | None:

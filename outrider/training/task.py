@@ -176,14 +176,14 @@ def steer(options: SteerOptions, task: TrainTask, console: Console | None = None
             seed=context.seed,
         )
 
-    told = {
+    about_steering = {
         name: value for name, value in options.identity().items() if name in ("rank", "taps", "frozen", "positions")
     }
     plan = TrainPlan(
         name="steered",
         learner=learner,
         divergence=options.divergence,
-        about={**told, "texts": _texts(task)},
+        about={**about_steering, "texts": _texts(task)},
         regenerated=task.data.regenerate,
     )
     return train_drafter(plan, task, console)
@@ -256,8 +256,8 @@ def _trained(plan: TrainPlan, task: TrainTask, device: torch.device, console: Co
     )
     with _shown() as show:
         done = train(learner, batches, settings, task.out, watch, show, about=about)
-    found = learner.findings(done.out, watch.batches()) if processes.is_first() else {}
-    return _record(task, done) | dict(found) if processes.is_first() else {}
+    findings = learner.findings(done.out, watch.batches()) if processes.is_first() else {}
+    return _record(task, done) | dict(findings) if processes.is_first() else {}
 
 
 def _decode(
@@ -316,20 +316,20 @@ def _estimated(plan: TrainPlan, task: TrainTask, settings: TrainSettings, device
                     device=torch.device("meta"),
                 )
             )
-        found = head_estimate(cast(HeadObjective, learner), target, work, target_bytes=target_bytes)
-        advice = output_layer_advice(cast(HeadObjective, learner), found)
+        needed = head_estimate(cast(HeadObjective, learner), target, work, target_bytes=target_bytes)
+        advice = output_layer_advice(cast(HeadObjective, learner), needed)
     else:
-        found = estimate(open_config(task.drafter), target, work, target_bytes=target_bytes)
+        needed = estimate(open_config(task.drafter), target, work, target_bytes=target_bytes)
     rate = operations_per_second(device, half or torch.float32)
     tokens = settings.steps * settings.batch_size * sum(lengths) / len(lengths)
-    hours = tokens / 1e6 * found.hours_per_million(rate * EFFICIENCY) / processes.count()
+    hours = tokens / 1e6 * needed.hours_per_million(rate * EFFICIENCY) / processes.count()
     time = f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes ({hours:.2g} hours)"
     answers = ", without the target's answers," if regenerated else ""
-    said = (
-        f"{found}\nabout {time} for {settings.steps:,} steps of {tokens / settings.steps:,.0f} tokens{answers} at "
+    text = (
+        f"{needed}\nabout {time} for {settings.steps:,} steps of {tokens / settings.steps:,.0f} tokens{answers} at "
         f"{EFFICIENCY:.0%} of the {rate / 1e9:,.0f} billion operations a second that a matrix product reaches here"
     )
-    return said if advice is None else f"{said}\n{advice}"
+    return text if advice is None else f"{text}\n{advice}"
 
 
 def _documents(

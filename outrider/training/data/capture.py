@@ -194,7 +194,7 @@ class _Reader:
     def tensors(self, documents: Sequence[Document], tokens_at_once: int) -> dict[str, Tensor]:
         """The packed states of documents, on the host, in the order of the documents."""
         lengths, device = [len(document.tokens) for document in documents], self.model.device
-        found: list[dict[str, Tensor]] = [{} for _ in documents]
+        by_document: list[dict[str, Tensor]] = [{} for _ in documents]
         for numbers in _batches(lengths, tokens_at_once):
             seen = self._forward([documents[number] for number in numbers])
             kept = [
@@ -206,10 +206,10 @@ class _Reader:
                 whole = to_host(torch.cat([each[name] for each in kept]))
                 parts = whole.split([lengths[number] for number in numbers])
                 for number, part in zip(numbers, parts, strict=True):
-                    found[number][name] = part
+                    by_document[number][name] = part
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return {name: torch.cat([each[name] for each in found]) for name in found[0]}
+        return {name: torch.cat([each[name] for each in by_document]) for name in by_document[0]}
 
     def _forward(self, documents: Sequence[Document]) -> Mapping[int, Float[Tensor, "rows width hidden"]]:
         width = max(len(document.tokens) for document in documents)

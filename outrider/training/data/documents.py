@@ -99,12 +99,12 @@ class Corpus(Sequence[Document]):
         return Document(tokens=tokens, start=int(self._starts[place]), domain=self._domains[place])
 
     def __str__(self) -> str:
-        said = f"{len(self):,} documents with {self.num_tokens:,} tokens"
+        text = f"{len(self):,} documents with {self.num_tokens:,} tokens"
         if self.num_cut:
-            said += f"; {self.num_cut:,} were longer than {self.max_tokens:,} tokens and were cut"
+            text += f"; {self.num_cut:,} were longer than {self.max_tokens:,} tokens and were cut"
         if self.num_dropped:
-            said += f"; {self.num_dropped:,} had no token to learn and were left out"
-        return said
+            text += f"; {self.num_dropped:,} had no token to learn and were left out"
+        return text
 
 
 def fingerprint_of(documents: Iterable[Document]) -> str:

@@ -53,9 +53,11 @@ def read_documents(
         raise InputError(f"limit must be >= 1, got {limit}")
     sources: Iterable[str | Path] = [source] if isinstance(source, str | Path) else source
     reader = RecordReader(tokenizer=tokenizer, prompts=prompts, vocab_size=vocab_size)
-    found = (document for each in sources for record in records(each, part) for document in reader.documents(record))
+    documents = (
+        document for each in sources for record in records(each, part) for document in reader.documents(record)
+    )
     try:
-        return Corpus(islice(found, limit), max_tokens=max_tokens, learnable=not prompts, taken=reader.taken)
+        return Corpus(islice(documents, limit), max_tokens=max_tokens, learnable=not prompts, taken=reader.taken)
     except InputError as error:
         if str(error).startswith("the corpus is empty"):
             raise InputError(f"{error}; {', '.join(map(str, sources))} must hold {WANTED}") from error
@@ -92,20 +94,20 @@ class RecordReader:
         domain = fields.get("domain")
         try:
             conversation = conversation_of(fields)
-            found = list(self._documents(fields, conversation, record.ends))
+            documents = list(self._documents(fields, conversation, record.ends))
         except InputError as error:
             raise InputError(f"{record.place}: {error}") from error
         shape = _shape(fields, conversation)
-        if not self.prompts and found:
-            found = [each for each in found if each.start < len(each.tokens) or not each.start]
-            if not found:
+        if not self.prompts and documents:
+            documents = [each for each in documents if each.start < len(each.tokens) or not each.start]
+            if not documents:
                 kind = f" ({shape.one}: {shape.meaning})" if shape.meaning else ""
                 raise InputError(
                     f"{record.place}{kind} has a prompt and no answer; let the target answer it with "
                     "`outrider train data`"
                 )
         self.taken[shape] += record.ends
-        for document in found:
+        for document in documents:
             yield Document(tokens=document.tokens, start=document.start, domain=None if domain is None else str(domain))
 
     def _documents(
@@ -197,10 +199,10 @@ def _shape(fields: Mapping[str, Any], conversation: RecordedConversation | None)
     return RecordShape(one="prompt", many="prompts")
 
 
-def _text(name: str, given: Any) -> str:
-    if not isinstance(given, str):
-        raise InputError(f"{name} must be a text, got {reprlib.repr(given)}")
-    return given
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{name} must be a text, got {reprlib.repr(value)}")
+    return value
 
 
 def _array(tokens: Sequence[int]) -> Any:

@@ -63,9 +63,9 @@ class AnswerOptions:
 
     def settings(self, engine: Engine) -> dict[str, Any]:
         """Everything but the prompt that an answer depends on. The drafter does not change its law."""
-        own = {"max_new_tokens": self.max_new_tokens, "prompt_tokens": self.prompt_tokens}
+        lengths = {"max_new_tokens": self.max_new_tokens, "prompt_tokens": self.prompt_tokens}
         drawing = {name: getattr(self.sampling, name) for name in DRAWING}
-        return {"target": target_of(engine), **own, "seed": self.sampling.seed or 0, **drawing}
+        return {"target": target_of(engine), **lengths, "seed": self.sampling.seed or 0, **drawing}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,14 +235,14 @@ def _checked(
 ) -> int:
     """The prompt's number of a line that this run would have written."""
     try:
-        found = json.loads(line)
-        number, prompt_hash, made = found["number"], found["prompt_hash"], dict(found["settings"])
+        answer = json.loads(line)
+        number, prompt_hash, written = answer["number"], answer["prompt_hash"], dict(answer["settings"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{place} is no answer of `outrider train data`; give another file") from error
-    if made != settings:
-        name = next(name for name in {**settings, **made} if made.get(name) != settings.get(name))
+    if written != settings:
+        name = next(name for name in {**settings, **written} if written.get(name) != settings.get(name))
         raise InputError(
-            f"{place} was made with {name}={made.get(name)} and not {settings.get(name)}; give another file, or the "
+            f"{place} was made with {name}={written.get(name)} and not {settings.get(name)}; give another file, or the "
             "settings that it was made with"
         )
     same = isinstance(number, int) and 0 <= number < len(documents)

@@ -117,18 +117,20 @@ class Manifest:
         if not file.is_file():
             raise InputError(f"there are no captured states in {folder}: it has no {MANIFEST}")
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            convention, version = found["convention"], found["version"]
+            manifest = json.loads(file.read_text(encoding="utf-8"))
+            convention, version = manifest["convention"], manifest["version"]
             if convention != CONVENTION or version != VERSION:
                 raise InputError(
                     f"{file} numbers hidden states otherwise ({convention!r}, version {version}); capture them again"
                 )
-            contents = found.pop("contents")
-            entries = [ShardEntry(file=each["file"], lengths=tuple(each["lengths"])) for each in found.pop("entries")]
+            contents = manifest.pop("contents")
+            entries = [
+                ShardEntry(file=each["file"], lengths=tuple(each["lengths"])) for each in manifest.pop("entries")
+            ]
             return cls(
                 contents=Contents(taps=tuple(contents["taps"]), logits=contents["logits"]),
                 entries=tuple(entries),
-                **found,
+                **manifest,
             )
         except InputError:
             raise
@@ -175,10 +177,10 @@ class FileShard:
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Read rows. Raises InputError if the file is missing or damaged."""
         try:
-            found: Tensor = _opened(self.path).get_slice(name)[first:last]
+            part: Tensor = _opened(self.path).get_slice(name)[first:last]
         except (OSError, SafetensorError) as error:
             raise InputError(f"the shard {self.path} is missing or damaged; capture the states again") from error
-        return found
+        return part
 
 
 class Captured:

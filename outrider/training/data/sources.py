@@ -92,14 +92,14 @@ def _of_source(source: str | Path, part: DatasetPart) -> Iterator[SourceRecord]:
 def _files(folder: Path) -> list[Path]:
     """Files of text in a folder and its subfolders, in the order of their names."""
     known = (*LINES, *TABLES, *TEXTS)
-    found = [
+    paths = [
         path
         for path in sorted(folder.rglob("*"))
         if path.is_file() and _suffix(path) in known and not any(p.startswith(".") for p in path.parts[-2:])
     ]
-    if not found:
+    if not paths:
         raise InputError(f"there is no text in the folder {folder}; files must end in {', '.join(known)}, or in .gz")
-    return found
+    return paths
 
 
 def _suffix(path: Path) -> str:
@@ -137,10 +137,10 @@ def _lines(path: Path) -> Iterator[SourceRecord]:
             text = _decoded(line, place).strip()
             if not text:
                 continue
-            found = parse_json(text, place)
-            if not isinstance(found, dict):
-                raise InputError(f"{place} is not a JSON object, but {type(found).__name__}")
-            yield SourceRecord(place=place, fields=found)
+            fields = parse_json(text, place)
+            if not isinstance(fields, dict):
+                raise InputError(f"{place} is not a JSON object, but {type(fields).__name__}")
+            yield SourceRecord(place=place, fields=fields)
 
 
 def _pieces(path: Path) -> Iterator[SourceRecord]:
@@ -179,14 +179,14 @@ def _of_dataset(folder: Path, part: DatasetPart) -> Iterator[SourceRecord]:
     """The rows of a saved dataset."""
     datasets = _library(str(folder))
     try:
-        found = datasets.load_from_disk(str(folder))
+        dataset = datasets.load_from_disk(str(folder))
     except Exception as error:
         raise InputError(f"{folder} is not a complete saved dataset: {reason_of(error)}") from error
-    if isinstance(found, datasets.DatasetDict):
-        if part.split not in found:
-            raise InputError(f"{folder} has no split {part.split!r}; it has {', '.join(found)}")
-        found = found[part.split]
-    yield from _rows(found, str(folder))
+    if isinstance(dataset, datasets.DatasetDict):
+        if part.split not in dataset:
+            raise InputError(f"{folder} has no split {part.split!r}; it has {', '.join(dataset)}")
+        dataset = dataset[part.split]
+    yield from _rows(dataset, str(folder))
 
 
 def _of_hub(name: str, part: DatasetPart) -> Iterator[SourceRecord]:

@@ -58,10 +58,10 @@ class VllmStates:
                 f"training reads the hidden states {sorted(wanted)}, and states_layers has no {missing[0]}; let vLLM "
                 "extract these layers (eagle_aux_hidden_state_layer_ids), and name them all in its order"
             )
-        found = {_key(_tokens(path)): path for path in sorted(folder.glob("*.safetensors"))}
-        if not found:
+        by_tokens = {_key(_tokens(path)): path for path in sorted(folder.glob("*.safetensors"))}
+        if not by_tokens:
             raise InputError(f"{folder} has no files of hidden states (*.safetensors, one per request of vLLM)")
-        files = [found.get(_key(each.tokens)) or found.get(_key(each.tokens[:-1])) for each in documents]
+        files = [by_tokens.get(_key(each.tokens)) or by_tokens.get(_key(each.tokens[:-1])) for each in documents]
         there = [path for path in files if path is not None]
         if len(there) < len(files):
             raise InputError(
@@ -110,7 +110,7 @@ def _tokens(path: Path) -> Int[np.ndarray, " length"]:
     """The token ids of a file."""
     try:
         with safe_open(path, framework="pt") as file:
-            found: Any = file.get_tensor("token_ids")
+            token_ids: Any = file.get_tensor("token_ids")
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path} is no file of hidden states of vLLM, or is damaged") from error
-    return found.to(torch.long).numpy()
+    return token_ids.to(torch.long).numpy()

@@ -78,15 +78,15 @@ def delete_folders(folder: Path, pattern: str, kept: str) -> None:
 def newest(folder: Path) -> Path | None:
     """The checkpoint with the most steps; None if there is none. Half-written files are deleted."""
     files.delete_unfinished(folder)
-    found = steps(folder)
-    return folder / f"step-{found[-1]:08d}.pt" if found else None
+    saved = steps(folder)
+    return folder / f"step-{saved[-1]:08d}.pt" if saved else None
 
 
 def steps(folder: Path) -> list[int]:
     """The steps of the checkpoints in a folder, ascending."""
     if not folder.is_dir():
         return []
-    return sorted(int(found[1]) for each in folder.iterdir() if (found := PATTERN.fullmatch(each.name)))
+    return sorted(int(match[1]) for each in folder.iterdir() if (match := PATTERN.fullmatch(each.name)))
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -94,21 +94,21 @@ def trackers_of(names: Sequence[str]) -> list[str]:
         InputError: A tracker is not installed.
     """
     there = [str(each) for each in get_available_trackers()]
-    found = [name for name in names if name != TENSORBOARD]
-    for name in found:
+    trackers = [name for name in names if name != TENSORBOARD]
+    for name in trackers:
         if name not in there:
             raise InputError(f"the tracker {name} is not installed; install its package, or use --tracker tensorboard")
-    return found
+    return trackers
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a log. A last line that was cut off in the middle is left out."""
     if not path.is_file():
         return []
-    found = []
+    rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            found.append(json.loads(line))
+            rows.append(json.loads(line))
         except ValueError:
             break
-    return found
+    return rows

@@ -41,14 +41,14 @@ class Prefetch:
         """The data of a step. What goes wrong while it is made is raised here."""
         data = self._started(step)
         if step + 1 < self._steps:
-            self._begun[step + 1] = self._worker.submit(self._made, step + 1)
+            self._begun[step + 1] = self._worker.submit(self._data_of, step + 1)
         return data.result()
 
     def close(self) -> None:
         """Drop what was made ahead, and end the thread."""
         self._worker.shutdown(cancel_futures=True)
 
-    def _made(self, step: int) -> StepData:
+    def _data_of(self, step: int) -> StepData:
         """The data of a step, in the thread."""
         try:
             return self._make(step)
@@ -56,5 +56,5 @@ class Prefetch:
             release_threads()
 
     def _started(self, step: int) -> Future[StepData]:
-        found = self._begun.pop(step, None)
-        return self._worker.submit(self._made, step) if found is None else found
+        future = self._begun.pop(step, None)
+        return self._worker.submit(self._data_of, step) if future is None else future

@@ -102,11 +102,13 @@ def _kept_whole(model: nn.Module) -> Iterator[None]:
     Relied on in torch (read and run in 2.13): a hook named `to_sharded_hook` does that.
     """
     hooks = {module: module._state_dict_pre_hooks for module in model.modules()}
-    for module, own in hooks.items():
-        others = ((key, hook) for key, hook in own.items() if DIVIDING not in getattr(hook, "__qualname__", ""))
+    for module, module_hooks in hooks.items():
+        others = (
+            (key, hook) for key, hook in module_hooks.items() if DIVIDING not in getattr(hook, "__qualname__", "")
+        )
         module._state_dict_pre_hooks = OrderedDict(others)
     try:
         yield
     finally:
-        for module, own in hooks.items():
-            module._state_dict_pre_hooks = own
+        for module, module_hooks in hooks.items():
+            module._state_dict_pre_hooks = module_hooks

@@ -87,8 +87,8 @@ class TrainSettings:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{name} must be >= 0 and below 1, got {getattr(self, name)}")
-        said = [("precision", self.precision, PRECISIONS), ("schedule", self.schedule, SCHEDULES)]
-        for name, value, known in [*said, *(("tracker", each, TRACKERS) for each in self.trackers)]:
+        choices = [("precision", self.precision, PRECISIONS), ("schedule", self.schedule, SCHEDULES)]
+        for name, value, known in [*choices, *(("tracker", each, TRACKERS) for each in self.trackers)]:
             if value is not None and value not in known:
                 raise InputError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         if self.device not in (None, "cpu"):
@@ -140,5 +140,5 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], place: object)
     """
     other = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     if other:
-        told = ", ".join(f"{name} {before.get(name)!r} instead of {now.get(name)!r}" for name in other)
-        raise InputError(f"{place} holds a run with {told}; give these, or another folder")
+        differences = ", ".join(f"{name} {before.get(name)!r} instead of {now.get(name)!r}" for name in other)
+        raise InputError(f"{place} holds a run with {differences}; give these, or another folder")

@@ -146,8 +146,8 @@ def _holds_run(out: Path) -> bool:
     if not folder.is_dir() or [each.name for each in out.iterdir()] != [FOLDER]:
         return False
     log = folder / "log.jsonl"
-    own = all(any(each.match(name) for name in OWN) for each in folder.iterdir())
-    return own and (not log.exists() or log.stat().st_size == 0 or begins_run(log))
+    is_ours = all(any(each.match(name) for name in OWN) for each in folder.iterdir())
+    return is_ours and (not log.exists() or log.stat().st_size == 0 or begins_run(log))
 
 
 def train(
@@ -302,8 +302,8 @@ class _Run:
         rows, count = self.settings.batch_size, self.accelerator.num_processes
         if rows % count:
             raise InputError(f"batch_size must be a multiple of the number of processes, got {rows} and {count}")
-        own = rows // count
-        return range(self.accelerator.process_index * own, (self.accelerator.process_index + 1) * own)
+        per_process = rows // count
+        return range(self.accelerator.process_index * per_process, (self.accelerator.process_index + 1) * per_process)
 
     def _prefetch(self) -> Prefetch | None:
         """What makes data ahead; None on a CPU, which has no time left to do so while it trains."""
@@ -335,8 +335,8 @@ class _Run:
             with self.accelerator.no_sync(self.model) if not last else nullcontext():
                 loss = cast(Loss, self.model(batch.to(self.accelerator.device)))
                 self.accelerator.backward(loss.total / self.nominal)
-            found = {"total": loss.total.detach(), "weight": loss.weight, **loss.parts}
-            for name, value in found.items():
+            sums = {"total": loss.total.detach(), "weight": loss.weight, **loss.parts}
+            for name, value in sums.items():
                 value = torch.as_tensor(value, dtype=torch.float64, device=self.accelerator.device).detach()
                 added[name] = added.get(name, torch.zeros_like(value)) + value
         # The clock of one process decides for all.
@@ -382,24 +382,24 @@ class _Run:
         """Measure the drafter, and keep it if it is the best."""
         if self.watch is None:
             return
-        found: Watched | None = None
+        watched: Watched | None = None
         with processes.whole(self.model):
             if self.accelerator.is_main_process:
                 self.learner.eval()
                 with self.accelerator.autocast():
-                    found = self.watch.look(cast(Judging, self.learner), self.accelerator.device)
+                    watched = self.watch.look(cast(Judging, self.learner), self.accelerator.device)
                 if self.watch.decode is not None:
-                    found = replace(found, decoded=self.watch.decode(self.learner))
+                    watched = replace(watched, decoded=self.watch.decode(self.learner))
                 self.learner.train()
-                score = self.watch.score(found)
+                score = self.watch.score(watched)
                 if self.best is None or score > self.best.score:
                     self.best = BestDrafter(step=self.step, score=score)
                     if self.settings.keep_best:
                         checkpoint.write_folder(self.folder / f"best-{self.step:08d}", self.learner.write)
         self.accelerator.wait_for_everyone()
-        self.watched = found
-        if found is not None:
-            self._log("watch", found.record())
+        self.watched = watched
+        if watched is not None:
+            self._log("watch", watched.record())
 
     def _save_due(self) -> bool:
         """Whether it is so long since the last checkpoint that another is worth its time."""
@@ -431,18 +431,18 @@ class _Run:
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint if there is one."""
-        told: list[Any] = [None]
+        shared: list[Any] = [None]
         state: dict[str, Any] = {}
         if self.accelerator.is_main_process:
             checkpoint.make_folder(self.folder)
             file = checkpoint.newest(self.folder)
             if file is not None:
                 state = checkpoint.read(file)
-                told = [{name: state[name] for name in ("step", "identity", "best", "scaler")}]
-        broadcast_object_list(told)
-        if told[0] is None:
+                shared = [{name: state[name] for name in ("step", "identity", "best", "scaler")}]
+        broadcast_object_list(shared)
+        if shared[0] is None:
             return
-        check_same(told[0]["identity"], self.identity, self.out)
+        check_same(shared[0]["identity"], self.identity, self.out)
         several = self.accelerator.num_processes > 1
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=several, strict=False)
         set_state_dict(
@@ -452,10 +452,10 @@ class _Run:
             optim_state_dict=state.get("moments", {}),
             options=options,
         )
-        self.step = int(told[0]["step"])
-        self.best = None if told[0]["best"] is None else BestDrafter(**told[0]["best"])
-        if self.accelerator.scaler is not None and told[0]["scaler"] is not None:
-            self.accelerator.scaler.load_state_dict(told[0]["scaler"])
+        self.step = int(shared[0]["step"])
+        self.best = None if shared[0]["best"] is None else BestDrafter(**shared[0]["best"])
+        if self.accelerator.scaler is not None and shared[0]["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(shared[0]["scaler"])
 
     def _write_settings(self) -> None:
         count = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)

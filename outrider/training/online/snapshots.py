@@ -48,8 +48,8 @@ class Snapshots:
 
     def newest(self) -> int | None:
         """The optimizer step of the newest snapshot; None if there is none."""
-        found = [SNAPSHOT.fullmatch(each.name) for each in self.folder.iterdir()]
-        return max((int(match[1]) for match in found if match), default=None)
+        matches = [SNAPSHOT.fullmatch(each.name) for each in self.folder.iterdir()]
+        return max((int(match[1]) for match in matches if match), default=None)
 
     def read(self, number: int) -> PreTrainedModel:
         """The model of a snapshot. Raises InputError if it cannot be read."""

@@ -89,12 +89,12 @@ class OnlineDraft:
         Args:
             used: The drafters of running requests.
         """
-        lm = self._idle(used)
+        lm = self._unused_copy(used)
         if lm is None:
             return None
         with torch.inference_mode(False), torch.no_grad():
-            for own, newest in zip(lm.model.parameters(), self.master.parameters(), strict=True):
-                own.copy_(newest)
+            for weight, newest in zip(lm.model.parameters(), self.master.parameters(), strict=True):
+                weight.copy_(newest)
         if isinstance(lm, LanguageModel):
             lm.renew()
         self.drafter = replace(self.drafter, lm=lm)
@@ -107,8 +107,8 @@ class OnlineDraft:
     def restore(self, weights: Sequence[Tensor]) -> None:
         """Go back to earlier weights. What the optimizer has gathered is dropped."""
         with torch.inference_mode(False), torch.no_grad():
-            for own, old in zip(self.master.parameters(), weights, strict=True):
-                own.copy_(old)
+            for weight, old in zip(self.master.parameters(), weights, strict=True):
+                weight.copy_(old)
         self._optimizer = self._new_optimizer()
 
     def resume(self, model: PreTrainedModel, num_rounds: int) -> None:
@@ -121,8 +121,8 @@ class OnlineDraft:
         Raises:
             InputError: The snapshot is one of another draft model.
         """
-        newest, own = list(model.parameters()), list(self.master.parameters())
-        if [weight.shape for weight in newest] != [weight.shape for weight in own]:
+        newest, current = list(model.parameters()), list(self.master.parameters())
+        if [weight.shape for weight in newest] != [weight.shape for weight in current]:
             raise InputError("the snapshots are those of another draft model; give another folder of snapshots")
         self.restore(newest)
         self.num_rounds = num_rounds
@@ -144,7 +144,7 @@ class OnlineDraft:
         taught = torch.stack(lesson.logits).to(device)
         return self._divergence(taught[:, :width], logits[:, :width]).sum()
 
-    def _idle(self, used: Collection[object]) -> LanguageModel | RecurrentModel | None:
+    def _unused_copy(self, used: Collection[object]) -> LanguageModel | RecurrentModel | None:
         """A copy of the draft model that no running request uses; a new one if there are few."""
         busy = [getattr(drafter, "lm", None) for drafter in used]
         for replica in self._replicas:
