@@ -56,8 +56,8 @@ def _k_means(points: Float[np.ndarray, "items dim"], count: int, first: int) -> 
         for label in range(count):
             if not (moved == label).any():
                 many = np.bincount(moved, minlength=count)[moved] > 1
-                own = np.where(many, distances[np.arange(len(points)), moved], -1)
-                moved[int(own.argmax())] = label
+                distances_moved = np.where(many, distances[np.arange(len(points)), moved], -1)
+                moved[int(distances_moved.argmax())] = label
         if (moved == labels).all():
             break
         labels = moved

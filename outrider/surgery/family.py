@@ -36,10 +36,10 @@ def same_size(config: PreTrainedConfig, parameters: int, layers: Sequence[int]) 
     before = shape_of(config)
     if wrong := [n for n in layers if not 1 <= n <= before.layers]:
         raise InputError(f"layers must be in 1..{before.layers}, what the target has, got {wrong[0]}")
-    found = [_nearest(config, parameters, n) for n in layers]
-    near = [sized for sized in found if abs(sized.num_parameters - parameters) <= NEAR * parameters]
+    sized_shapes = [_nearest(config, parameters, n) for n in layers]
+    near = [sized for sized in sized_shapes if abs(sized.num_parameters - parameters) <= NEAR * parameters]
     if not near:
-        counts = ", ".join(f"{sized.shape}: {sized.num_parameters:,}" for sized in found)
+        counts = ", ".join(f"{sized.shape}: {sized.num_parameters:,}" for sized in sized_shapes)
         raise InputError(
             f"no shape has about {parameters:,} parameters and fits into the target; the nearest are {counts}"
         )

@@ -106,9 +106,9 @@ def stream_norms(model: PreTrainedModel, width: int) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if (own := list(module.parameters()))
+        if (parameters := list(module.parameters()))
         and not list(module.children())
-        and all(weight.shape == (width,) for weight in own)
+        and all(weight.shape == (width,) for weight in parameters)
     }
 
 
@@ -127,8 +127,8 @@ class _Means:
     def watch(self, module: nn.Module, name: str, figures: Watched) -> None:
         """Add the figures of each call of a module."""
 
-        def hook(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-            before = given[0] if given else named["hidden_states"]
+        def hook(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+            before = args[0] if args else named["hidden_states"]
             after = output if isinstance(output, Tensor) else output[0]
             rows = figures(before.reshape(-1, before.shape[-1]), after.reshape(-1, after.shape[-1])).double()
             self.sums[name] = self.sums.get(name, 0) + rows.sum(0)
@@ -150,10 +150,10 @@ class _Means:
 
 
 def _linear(layer: nn.Module, *path: str) -> nn.Linear | None:
-    found: Any = layer
+    module: Any = layer
     for name in path:
-        found = getattr(found, name, None)
-    return found if isinstance(found, nn.Linear) else None
+        module = getattr(module, name, None)
+    return module if isinstance(module, nn.Linear) else None
 
 
 def _influence(before: Float[Tensor, "tokens width"], after: Float[Tensor, "tokens width"]) -> Tensor:

@@ -61,9 +61,9 @@ def merged(experts: Sequence[Expert], usage: Sequence[float]) -> Expert:
     anchor = experts[shares.index(max(shares))]
     gate_up, down = torch.zeros_like(anchor.gate_up), torch.zeros_like(anchor.down)
     for expert, share in zip(experts, shares, strict=True):
-        own = expert if expert is anchor else expert.permuted(alignment(anchor, expert))
-        gate_up += share * own.gate_up
-        down += share * own.down
+        aligned = expert if expert is anchor else expert.permuted(alignment(anchor, expert))
+        gate_up += share * aligned.gate_up
+        down += share * aligned.down
     return Expert(gate_up=gate_up, down=down)
 
 

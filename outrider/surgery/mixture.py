@@ -59,12 +59,12 @@ def find_mixtures(model: PreTrainedModel) -> list[Mixture]:
         InputError: The model has none, or its experts or routers work in a way unknown here.
     """
     name = Anatomy.of(model).name
-    found = [(place, module) for place, module in model.named_modules() if hasattr(module, "experts")]
-    if not found:
+    mixtures = [(place, module) for place, module in model.named_modules() if hasattr(module, "experts")]
+    if not mixtures:
         raise InputError(
             f"{name} has no experts, so none can be pruned; give a mixture-of-experts model, or use `prune shape`"
         )
-    return [_mixture(place, module, name) for place, module in found]
+    return [_mixture(place, module, name) for place, module in mixtures]
 
 
 def _mixture(place: str, block: nn.Module, name: str) -> Mixture:

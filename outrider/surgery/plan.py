@@ -138,7 +138,7 @@ def prospects(
     speeds = [Speeds(target=target, draft=seconds) for seconds in drafts]
     lengths = [each.best_length(alpha) for each, alpha in zip(speeds, alphas, strict=True)]
     rates = [s.tokens_per_second(a, n) for s, a, n in zip(speeds, alphas, lengths, strict=True)]
-    found = [
+    results = [
         Prospect(
             shape=sized.shape,
             num_parameters=sized.num_parameters,
@@ -151,7 +151,7 @@ def prospects(
         )
         for sized, each, alpha, length, rate in zip(family, speeds, alphas, lengths, rates, strict=True)
     ]
-    return sorted(found, key=lambda each: -each.tokens_per_second)
+    return sorted(results, key=lambda each: -each.tokens_per_second)
 
 
 def random_draft(

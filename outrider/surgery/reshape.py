@@ -114,23 +114,25 @@ class _Cut:
         renamed = {old: new for new, old in enumerate(self.layers)}
         width = _largest(self.importance.directions, self.shape.width)
         scales = self._scales(width)
-        ends = {modules[id(e)] for e in (self.model.get_input_embeddings(), self.model.get_output_embeddings()) if e}
-        found: dict[str, Tensor] = {}
+        vocabulary_modules = {
+            modules[id(e)] for e in (self.model.get_input_embeddings(), self.model.get_output_embeddings()) if e
+        }
+        weights: dict[str, Tensor] = {}
         for name, weight in self.model.state_dict().items():
             module = name.rpartition(".")[0]
             layer = _number(name, place)
             if layer is not None and layer not in renamed:
                 continue
             kept = {"width": width} | ({} if layer is None else self._inside(layer))
-            if module in ends:
+            if module in vocabulary_modules:
                 roles: Sequence[str] = ("", "width")
             elif module in scales:
                 roles, weight = ("width",), weight * scales[module]
             else:
                 roles = _ROLES.get(module.rpartition(".")[2], ())
             new = name if layer is None else f"{place}.{renamed[layer]}{name[len(f'{place}.{layer}') :]}"
-            found[new] = _taken(weight, roles[: weight.dim()], kept)
-        return found
+            weights[new] = _taken(weight, roles[: weight.dim()], kept)
+        return weights
 
     def _inside(self, layer: int) -> dict[str, list[int]]:
         """The kept rows of the heads and neurons of a layer."""
@@ -148,8 +150,8 @@ class _Cut:
             kept["neurons"] = _largest(norms, after.feed_forward)
         return kept
 
-    def _measured(self, found: dict[int, Tensor], layer: int, count: int, what: str, where: str) -> Tensor:
-        norms = found.get(layer)
+    def _measured(self, norms_by_layer: dict[int, Tensor], layer: int, count: int, what: str, where: str) -> Tensor:
+        norms = norms_by_layer.get(layer)
         if norms is None or len(norms) != count:
             name = self.model.config.model_type
             raise InputError(f"layer {layer} of {name} has no {where} over {count} {what}, so none can be taken out")
@@ -159,7 +161,7 @@ class _Cut:
         """The factor of each norm's weights; empty where the width stays."""
         if len(width) == self.before.width:
             return {}
-        found = {}
+        scales = {}
         for name, norm in stream_norms(self.model, self.before.width).items():
             if not _is_rms(norm):
                 raise InputError(
@@ -168,8 +170,8 @@ class _Cut:
                 )
             squares = self.importance.energies[name]
             share = float(squares[width].sum() / squares.sum())
-            found[name] = (share * self.before.width / len(width)) ** 0.5
-        return found
+            scales[name] = (share * self.before.width / len(width)) ** 0.5
+        return scales
 
 
 def _taken(weight: Tensor, roles: Sequence[str], kept: dict[str, list[int]]) -> Tensor:
@@ -198,14 +200,14 @@ def _number(name: str, place: str) -> int | None:
 @torch.no_grad()
 def _is_rms(norm: nn.Module) -> bool:
     """Whether a norm divides by the root mean square and multiplies with its weight, found by trying it."""
-    own = dict(norm.named_parameters())
-    if list(own) != ["weight"]:
+    parameters = dict(norm.named_parameters())
+    if list(parameters) != ["weight"]:
         return False
-    weight: Tensor = own["weight"]
+    weight: Tensor = parameters["weight"]
     if weight.is_meta:
         norm = copy.deepcopy(norm).to_empty(device="cpu")
         weight = dict(norm.named_parameters())["weight"].fill_(0.5)
     dice = torch.Generator().manual_seed(0)
-    given = 10 * torch.randn(4, len(weight), generator=dice).to(weight) + 5
-    wanted = given / given.float().pow(2).mean(-1, keepdim=True).sqrt() * weight
-    return torch.allclose(norm(given).float(), wanted.float(), rtol=2e-2, atol=2e-2)
+    states = 10 * torch.randn(4, len(weight), generator=dice).to(weight) + 5
+    wanted = states / states.float().pow(2).mean(-1, keepdim=True).sqrt() * weight
+    return torch.allclose(norm(states).float(), wanted.float(), rtol=2e-2, atol=2e-2)

@@ -41,8 +41,8 @@ def shape_of(config: PreTrainedConfig) -> ModelShape:
     """The shape that a config describes. Raises InputError if it does not say all of it."""
     text = config.get_text_config(decoder=True)
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-    found = {name: getattr(text, name, None) for name in names}
-    missing = [name for name, value in found.items() if not isinstance(value, int)]
+    sizes = {name: getattr(text, name, None) for name in names}
+    missing = [name for name, value in sizes.items() if not isinstance(value, int)]
     if missing:
         raise InputError(f"the config of {config.model_type} does not say {', '.join(missing)}; its shape is not known")
     heads = int(text.num_attention_heads)
