@@ -70,7 +70,7 @@ class GenerateBatch:
         return 0 if pad is None else int(pad)
 
     @property
-    def asked(self) -> Sequence[Any]:
+    def callers_criteria(self) -> Sequence[Any]:
         """The caller's own criteria. They are called for all rows together, because they may look at several rows."""
         known = (EosTokenCriteria, MaxLengthCriteria, *(_BY_ROW if self.pads else ()))
         return [c for c in self.criteria if type(c) not in known]
@@ -88,7 +88,7 @@ class GenerateBatch:
             ),
             eos_ids=self.eos_ids,
             keep_logits=self.keeps_logits,
-            ends=self._ends(row),
+            ends=self._end_of_row(row),
         )
 
     @property
@@ -111,18 +111,18 @@ class GenerateBatch:
             num_rows=1 if alone is not None else len(self.input_ids),
         )
 
-    def _ends(self, row: int) -> Callable[[Sequence[int]], bool] | None:
+    def _end_of_row(self, row: int) -> Callable[[Sequence[int]], bool] | None:
         """Whether a row ends after this output, by the criteria that look at one row."""
-        own = [c for c in self.criteria if self.pads and type(c) in _BY_ROW]
-        if not own:
+        criteria = [c for c in self.criteria if self.pads and type(c) in _BY_ROW]
+        if not criteria:
             return None
 
-        def ends(output: Sequence[int]) -> bool:
-            said = torch.tensor(list(output), dtype=torch.long, device=self.input_ids.device)
-            ids = torch.cat([self.input_ids[row], said])[None]
-            return any(bool(criterion(ids, None)) for criterion in own)
+        def is_over(output: Sequence[int]) -> bool:
+            output_ids = torch.tensor(list(output), dtype=torch.long, device=self.input_ids.device)
+            ids = torch.cat([self.input_ids[row], output_ids])[None]
+            return any(bool(criterion(ids, None)) for criterion in criteria)
 
-        return ends
+        return is_over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +155,6 @@ def _alone(processor: Processor, row: int) -> Processor | None:
         return processor
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
-        return PrefixConstrainedLogitsProcessor(lambda _, said: allowed(row, said), 1)
+        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
     kind = type(processor)
     return processor if is_transformers_own(processor) and not kind.__name__.startswith("Encoder") else None

@@ -72,7 +72,7 @@ class Columns:
         """Settle the columns that all rows have reached."""
         place = self.sequences.shape[1] - self.batch.input_ids.shape[1]
         while not self.complete and all(
-            len(said) > place for row, said in enumerate(self.tokens) if row not in self.padded
+            len(row_tokens) > place for row, row_tokens in enumerate(self.tokens) if row not in self.padded
         ):
             self._settle(place)
             place += 1
@@ -81,12 +81,12 @@ class Columns:
         padded, home = self.padded, self.sequences.device
         if self.batch.keeps_logits:
             self._settle_logits(place)
-        drawn = [self.batch.pad if row in padded else said[place] for row, said in enumerate(self.tokens)]
+        drawn = [self.batch.pad if row in padded else row_tokens[place] for row, row_tokens in enumerate(self.tokens)]
         self.sequences = torch.cat([self.sequences, torch.tensor(drawn, device=home)[:, None]], 1)
         last = {row for row in self.over if len(self.tokens[row]) == place + 1}
-        if self.batch.asked:
+        if self.batch.callers_criteria:
             scores = tuple(self.scores) if self.batch.keeps_scores else None
-            answers = StoppingCriteriaList(self.batch.asked)(self.sequences, scores)
+            answers = StoppingCriteriaList(self.batch.callers_criteria)(self.sequences, scores)
             last |= set(answers.nonzero().flatten().tolist())
         self.ended = self.ended | last
         if self.streamer is not None:

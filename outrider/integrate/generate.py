@@ -66,9 +66,11 @@ def generate(
         Once upon a time
     """
     options = {name: arguments.pop(name) for name in KINDS if name in arguments}
-    own: PreTrainedModel = getattr(model, "_orig_mod", model)
-    if not hasattr(type(own), "generate"):
-        raise InputError(f"a {type(own).__name__} has no generate of its own; give the transformers model in it")
+    plain_model: PreTrainedModel = getattr(model, "_orig_mod", model)
+    if not hasattr(type(plain_model), "generate"):
+        raise InputError(
+            f"a {type(plain_model).__name__} has no generate of its own; give the transformers model in it"
+        )
     if assistant_model is not None:
         raise InputError("assistant_model is not used here; give a draft model as drafter='model:path=...' instead")
     if synced_gpus:
@@ -76,19 +78,19 @@ def generate(
     if arguments.pop("custom_generate", None) is not None:
         raise InputError("custom_generate is Outrider here already; drop it")
     check_cache(arguments.get("cache_implementation"))
-    configs = [config for config in (generation_config, own.generation_config) if config is not None]
+    configs = [config for config in (generation_config, plain_model.generation_config) if config is not None]
     if arguments.get("token_healing") or any(config.token_healing for config in configs):
         raise InputError("token_healing is not done here; heal the prompt with model.heal_tokens first, and drop it")
     if generation_config is not None and generation_config.stop_strings is not None:
         stop_strings = generation_config.stop_strings if stop_strings is None else stop_strings
         generation_config = copy.deepcopy(generation_config)
         generation_config.stop_strings = None
-    if own.generation_config.stop_strings is not None:
+    if plain_model.generation_config.stop_strings is not None:
         raise InputError("model.generation_config has stop_strings; set it to None and give them to generate instead")
     if stop_strings and tokenizer is None:
         raise InputError("stop_strings need the model's tokenizer; give tokenizer=... too")
-    return type(own).generate(
-        own,
+    return type(plain_model).generate(
+        plain_model,
         inputs,
         generation_config,
         logits_processor,

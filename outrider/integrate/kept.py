@@ -56,18 +56,18 @@ def borrowed(model: PreTrainedModel, options: Setup) -> Iterator[Engine]:
     )
     with _LOCK:
         kept = [k for k in _KEPT.get(model, []) if k.form == form]
-        found = next((k for k in kept if _same(k.options, options)), None)
-        _KEPT[model] = [k for k in kept if k is not found]
+        entry = next((k for k in kept if _same(k.options, options)), None)
+        _KEPT[model] = [k for k in kept if k is not entry]
     with nullcontext() if isinstance(options.drafter, str | None) else _SHARED:
-        if found is None:
+        if entry is None:
             with _LOADING:
-                found = _Kept(options=options, form=form, engine=_engine(model, options))
+                entry = _Kept(options=options, form=form, engine=_engine(model, options))
         try:
-            yield found.engine
+            yield entry.engine
         finally:
-            found.engine.rest()
+            entry.engine.rest()
     with _LOCK:
-        _KEPT[model] = [*_KEPT[model], found][-KEPT_ENGINES:]
+        _KEPT[model] = [*_KEPT[model], entry][-KEPT_ENGINES:]
 
 
 def _same(some: Setup, other: Setup) -> bool:
@@ -79,18 +79,18 @@ def _same(some: Setup, other: Setup) -> bool:
 def _engine(model: PreTrainedModel, options: Setup) -> Engine:
     """An engine that does not keep its model alive, and leaves text to the caller."""
     # `generate` makes the processors and criteria of its own generation config.
-    own = replace(options, target=model, vocab_size=logit_width(model), ignore_generation_config=True)
-    made = assemble(own)
-    if isinstance(made.parts.target, LanguageModel):
-        made.parts.target.hold_weakly()
-    elif isinstance(made.parts.target, RecurrentModel):
-        made.parts.target.model = weakref.proxy(model)
+    setup = replace(options, target=model, vocab_size=logit_width(model), ignore_generation_config=True)
+    assembled = assemble(setup)
+    if isinstance(assembled.parts.target, LanguageModel):
+        assembled.parts.target.hold_weakly()
+    elif isinstance(assembled.parts.target, RecurrentModel):
+        assembled.parts.target.model = weakref.proxy(model)
     return Engine(
-        made.parts,
-        max_slots=made.max_slots,
-        max_prefill_tokens=made.max_prefill_tokens,
-        max_warm_slots=made.max_warm_slots,
-        max_warm_tokens=made.max_warm_tokens,
+        assembled.parts,
+        max_slots=assembled.max_slots,
+        max_prefill_tokens=assembled.max_prefill_tokens,
+        max_warm_slots=assembled.max_warm_slots,
+        max_warm_tokens=assembled.max_warm_tokens,
     )
 
 

@@ -48,9 +48,9 @@ def check_call() -> None:
     frame, generate = inspect.currentframe(), inspect.unwrap(GenerationMixin.generate).__code__
     while frame is not None and frame.f_code is not generate:
         frame = frame.f_back
-    given: Mapping[str, Any] = {} if frame is None else frame.f_locals
+    arguments: Mapping[str, Any] = {} if frame is None else frame.f_locals
     for name, advice in _KEPT_BACK.items():
-        if given.get(name) not in (None, False):
+        if arguments.get(name) not in (None, False):
             raise InputError(f"generate does not hand {name} on to custom_generate; {advice}")
 
 
@@ -131,9 +131,9 @@ def check_processors(processors: Sequence[Processor], input_ids: Int[Tensor, "ro
         if is_transformers_own(processor) and not isinstance(processor, PrefixConstrainedLogitsProcessor):
             continue
         first, state = processor(input_ids, noise.clone()), _state(processor)
-        again, changed = _asked(processor, input_ids, noise), _state(processor) != state
-        _asked(processor, torch.cat([input_ids, input_ids[:, -1:]], 1), noise)
-        later = _asked(processor, input_ids, noise)
+        again, changed = _scores_of(processor, input_ids, noise), _state(processor) != state
+        _scores_of(processor, torch.cat([input_ids, input_ids[:, -1:]], 1), noise)
+        later = _scores_of(processor, input_ids, noise)
         if changed or not (_equal(first, again) and _equal(first, later)):
             raise InputError(
                 f"{type(processor).__name__} is changed by being asked, and cannot follow a draft's branches; "
@@ -141,7 +141,7 @@ def check_processors(processors: Sequence[Processor], input_ids: Int[Tensor, "ro
             )
         for row in range(len(input_ids) if len(input_ids) > 1 else 0):
             copies = torch.full((len(input_ids),), row, device=input_ids.device)
-            alone = _asked(processor, input_ids[copies], noise[copies])
+            alone = _scores_of(processor, input_ids[copies], noise[copies])
             if not _equal(first[row], None if alone is None else alone[row]):
                 raise InputError(
                     f"{type(processor).__name__} gives a row other scores beside other rows, and drafted rows are "
@@ -149,7 +149,7 @@ def check_processors(processors: Sequence[Processor], input_ids: Int[Tensor, "ro
                 )
 
 
-def _asked(
+def _scores_of(
     processor: Processor, ids: Int[Tensor, "rows length"], scores: Float[Tensor, "rows vocab"]
 ) -> Float[Tensor, "rows vocab"] | None:
     """The scores that a processor returns; None if it fails."""
