@@ -34,12 +34,14 @@ def convert(order: ExportRequest, handed: Handed, script: Path, python: Path) ->
             "give the folder of the target"
         )
     if handed.has_files:
-        own = [] if handed.method == "draft-simple" else ["--target-model-dir", order.target]
-        models.append((str(order.out), "draft.gguf", own))
+        options = [] if handed.method == "draft-simple" else ["--target-model-dir", order.target]
+        models.append((str(order.out), "draft.gguf", options))
     for source, name, more in models:
         out = ["--outtype", size, "--outfile", str(order.out / name)]
         command = [str(python), str(script), source, *more, *out]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
-            said = (done.stdout.strip().splitlines() or ["nothing"])[-1]
-            raise InputError(f"llama.cpp cannot convert {source}: {said}; {order.out / 'launch.sh'} has the commands")
+            last_line = (done.stdout.strip().splitlines() or ["nothing"])[-1]
+            raise InputError(
+                f"llama.cpp cannot convert {source}: {last_line}; {order.out / 'launch.sh'} has the commands"
+            )

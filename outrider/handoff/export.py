@@ -84,10 +84,10 @@ def export(order: ExportRequest) -> Exported:
             order.out.parent.mkdir(parents=True, exist_ok=True)
             with files.replaced(order.out) as fresh:
                 fresh.mkdir()
-                found = _filled(order, source, handed, plan, fresh)
+                exported = _filled(order, source, handed, plan, fresh)
                 # Another program may have written there meanwhile.
                 check_free(order.out)
-    return found
+    return exported
 
 
 def handed_over(order: ExportRequest, source: Source, plan: PlanFile | None) -> Handed:
@@ -138,7 +138,7 @@ def _filled(order: ExportRequest, source: Source, handed: Handed, plan: PlanFile
     if handed.method == "custom_generate":
         write_custom_generate(folder, length=f"fixed:{handed.length}")
     engine = engine_of(order, source, folder, handed) if order.measure else None
-    told = expected(order, handed, engine)
+    record = expected(order, handed, engine)
     losses = [*KNOWN[order.to].losses(handed), *(plan.costs() if plan else predicted(order, handed, engine))]
     if handed.first_steps is not None:
         losses.append(
@@ -148,17 +148,17 @@ def _filled(order: ExportRequest, source: Source, handed: Handed, plan: PlanFile
         )
     losses += [f"{name} of the drafter has no counterpart there." for name in source.unused]
     command = list(KNOWN[order.to].launch(handed))
-    found = Exported(order=order, handed=handed, command=command, losses=losses, expected=told)
+    exported = Exported(order=order, handed=handed, command=command, losses=losses, expected=record)
     written = {
         **scripts(order.to, measured=engine is not None),
-        EXPECTED: json.dumps(told) + "\n",
+        EXPECTED: json.dumps(record) + "\n",
         LAUNCH: "\n".join(command) + "\n",
-        README: readme(found),
+        README: readme(exported),
     }
     for name, text in written.items():
         (folder / name).write_text(text, encoding="utf-8")
     os.chmod(folder / LAUNCH, 0o755)
-    return found
+    return exported
 
 
 def write_checkpoint(order: ExportRequest, source: Source, handed: Handed, folder: Path) -> None:
@@ -207,17 +207,17 @@ def _named(config: dict[str, Any], source: Source, handed: Handed, public: str) 
 
 def _cleaned(file: Path) -> None:
     """Take paths of this machine out of a JSON file, and add the keys that older versions of transformers read."""
-    found = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
         return
-    found = _without_paths(found)
+    content = _without_paths(content)
     if file.name == CONFIG:
-        rope = found.get("rope_parameters")
+        rope = content.get("rope_parameters")
         if isinstance(rope, dict) and rope.get("rope_type", "default") == "default" and "rope_theta" in rope:
-            found |= {"rope_theta": rope["rope_theta"], "rope_scaling": None}
-        if "dtype" in found:
-            found["torch_dtype"] = found["dtype"]
-    file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            content |= {"rope_theta": rope["rope_theta"], "rope_scaling": None}
+        if "dtype" in content:
+            content["torch_dtype"] = content["dtype"]
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,19 +234,21 @@ def _copy_beside(place: Path, folder: Path, *, weights: bool = False) -> None:
     if not place.is_dir():
         return
     for each in sorted(place.iterdir()):
-        own = each.name == CONFIG or each.suffix in WEIGHTS or each.name in INDICES
-        if each.is_file() and not each.name.startswith(".") and (weights or not own):
+        is_of_model = each.name == CONFIG or each.suffix in WEIGHTS or each.name in INDICES
+        if each.is_file() and not each.name.startswith(".") and (weights or not is_of_model):
             shutil.copyfile(each, folder / each.name)
             if each.suffix == ".json":
                 _cleaned(folder / each.name)
 
 
-def readme(found: Exported) -> str:
+def readme(exported: Exported) -> str:
     """The page beside the files."""
-    engine, handed, expected = KNOWN[found.order.to], found.handed, found.expected
+    engine, handed, expected = KNOWN[exported.order.to], exported.handed, exported.expected
     target = f"`{handed.target}`" if handed.target else "the target that it was trained for"
     state = (
-        "Its weights are drawn at random: it tries the path, and drafts nothing useful." if found.order.dry_run else ""
+        "Its weights are drawn at random: it tries the path, and drafts nothing useful."
+        if exported.order.dry_run
+        else ""
     )
     lines = [
         f"# A drafter for {engine.title}",
@@ -256,7 +258,7 @@ def readme(found: Exported) -> str:
         "## Start",
         "",
         "```sh",
-        *found.command[1:],
+        *exported.command[1:],
         "```",
         "",
         f"`sh {LAUNCH}` runs this. {engine.behind}",
@@ -279,5 +281,5 @@ def readme(found: Exported) -> str:
             f"{handed.length} tokens; {expected['acceptance_rate']:.0%} of the draft tokens were accepted.",
             "",
         ]
-    lines += ["## What is lost", "", *(f"- {line}" for line in found.losses), ""]
+    lines += ["## What is lost", "", *(f"- {line}" for line in exported.losses), ""]
     return "\n".join(lines)

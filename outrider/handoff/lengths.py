@@ -35,44 +35,44 @@ class PlanFile:
         Raises:
             InputError: The file is none of a plan, or the plan does not compare the drafter.
         """
-        found = parse_json(text_of(file, "plan", "what `outrider plan --json` printed"), str(file))
+        plan = parse_json(text_of(file, "plan", "what `outrider plan --json` printed"), str(file))
         try:
-            plans = {int(each["requests"]): list(each["predictions"]) for each in found["plans"]}
+            plans = {int(each["requests"]): list(each["predictions"]) for each in plan["plans"]}
             names = {str(each["drafter"]) for each in next(iter(plans.values()))} - {"none"}
-            own = _same(drafter, sorted(names))
+            drafter_name = _same(drafter, sorted(names))
         except (AttributeError, KeyError, TypeError, ValueError, StopIteration) as error:
             raise InputError(f"{file} is no plan; give what `outrider plan --json` printed") from error
-        if own is None:
+        if drafter_name is None:
             raise InputError(
                 f"{file} compares the drafters {', '.join(sorted(names))}, and not {drafter}; plan with --drafter "
                 f"{drafter}"
             )
         return cls(
             by_requests={
-                count: [each for each in found if each["drafter"] in ("none", own)]
-                for count, found in sorted(plans.items())
+                count: [each for each in predictions if each["drafter"] in ("none", drafter_name)]
+                for count, predictions in sorted(plans.items())
             }
         )
 
     @property
     def lengths(self) -> dict[int, int]:
         """Draft tokens of a chain for each number of requests; 0 where plain decoding is better."""
-        return {count: _length(self._best(found, CHAIN)) for count, found in self.by_requests.items()}
+        return {count: _length(self._best(predictions, CHAIN)) for count, predictions in self.by_requests.items()}
 
     def costs(self) -> list[str]:
         """What is lost by chains and by the other engine's verifier, in tokens per step and in speed."""
-        count, found = min(self.by_requests.items())
-        best, chain = self._best(found), self._best(found, CHAIN)
-        standard = self._best(found, CHAIN, STANDARD)
+        count, predictions = min(self.by_requests.items())
+        best, chain = self._best(predictions), self._best(predictions, CHAIN)
+        standard = self._best(predictions, CHAIN, STANDARD)
         lines = [_lost("the draft becomes a chain", best, chain, count)]
         lines.append(_lost("the verifier becomes the other engine's", chain, standard, count))
         return [line for line in lines if line]
 
     def _best(
-        self, found: Sequence[Mapping[str, Any]], tree: str | None = None, verifiers: Sequence[str] = ()
+        self, predictions: Sequence[Mapping[str, Any]], tree: str | None = None, verifiers: Sequence[str] = ()
     ) -> Mapping[str, Any]:
         """The best prediction of some trees and verifiers; the first is the best of all."""
-        for each in found:
+        for each in predictions:
             plain = each["drafter"] == "none"
             fits = tree is None or each.get("tree") == tree
             if plain or (fits and (not verifiers or each.get("verifier") in verifiers)):

@@ -32,7 +32,7 @@ def predicted(order: ExportRequest, handed: Handed, engine: Engine | None) -> Se
     if engine is None:
         return []
     drafter = engine.parts.drafter
-    found = record(
+    recorded = record(
         engine,
         {NAME: drafter},
         prompts_of(order, engine),
@@ -41,8 +41,8 @@ def predicted(order: ExportRequest, handed: Handed, engine: Engine | None) -> Se
         depth=handed.length,
     )
     ways = list(ways_of(NAME, drafter, lengths=[handed.length]))
-    chains = {way.verifier: _rate(found, way) for way in ways if way.tree == "chain"}
-    trees = [(_rate(found, way), way) for way in ways if way.tree != "chain"]
+    chains = {way.verifier: _rate(recorded, way) for way in ways if way.tree == "chain"}
+    trees = [(_rate(recorded, way), way) for way in ways if way.tree != "chain"]
     greedy = order.to in ("llama.cpp", "openvino")
     if order.to == "vllm":
         greedy = handed.speculative()["draft_sample_method"] == "greedy"
@@ -59,11 +59,11 @@ def predicted(order: ExportRequest, handed: Handed, engine: Engine | None) -> Se
             f"Trees: Outrider's small tree `{way.tree}` with verifier `{way.verifier}` makes {rate:.2f} tokens per "
             f"step, with {sum(way.widths)} nodes"
         )
-    where = f"predicted at temperature 1 for drafts of {handed.length} tokens on {len(found.texts)} short texts"
+    where = f"predicted at temperature 1 for drafts of {handed.length} tokens on {len(recorded.texts)} short texts"
     return [f"{line}; {where}." for line in lines]
 
 
-def _rate(found: RecordedRun, way: DraftConfiguration) -> float:
+def _rate(recorded: RecordedRun, way: DraftConfiguration) -> float:
     """Tokens per step that a way is expected to make on all texts."""
-    steps = expected_steps(found, way)
+    steps = expected_steps(recorded, way)
     return sum(each.tokens for each in steps) / sum(float(each.by_length.sum()) for each in steps)

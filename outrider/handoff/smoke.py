@@ -65,7 +65,7 @@ def expected(order: ExportRequest, handed: Handed, engine: Engine | None) -> dic
     Args:
         engine: None where nothing is measured.
     """
-    told = {
+    record = {
         "engine": order.to,
         "method": handed.method,
         "target": handed.target,
@@ -75,7 +75,7 @@ def expected(order: ExportRequest, handed: Handed, engine: Engine | None) -> dic
         "new_tokens": order.new_tokens,
     }
     if engine is None:
-        return {**told, "prompts": [], "tokens": []}
+        return {**record, "prompts": [], "tokens": []}
     prompts = prompts_of(order, engine)
     plain = engine.plain().generate(prompts, max_new_tokens=order.new_tokens, sampling=GREEDY, ignore_eos=True)
     engine.rest()
@@ -93,7 +93,7 @@ def expected(order: ExportRequest, handed: Handed, engine: Engine | None) -> dic
     accepted = sum(out.num_accepted_tokens for out in drafted)
     proposed = sum(out.num_draft_tokens for out in drafted)
     return {
-        **told,
+        **record,
         "prompts": prompts,
         "tokens": [list(out.tokens) for out in plain],
         "steps": steps,

@@ -85,8 +85,8 @@ class Source:
         """Most tokens that the head can guess; None: any number."""
         sizes = getattr(self.head, "config", None)
         slots = getattr(self.head, "num_slots", None)
-        found = getattr(sizes, "max_depth", getattr(self.head, "max_depth", None))
-        return found if slots is None else slots + 1
+        depth = getattr(sizes, "max_depth", getattr(self.head, "max_depth", None))
+        return depth if slots is None else slots + 1
 
     @property
     def num_specialists(self) -> int:
@@ -132,7 +132,7 @@ def open_source(order: ExportRequest) -> Source:
     exports = _allowed(name, kind, order.to)
     head: Head | None = None
     draft: PreTrainedModel | None = None
-    own: PreTrainedTokenizerBase | None = None
+    draft_tokenizer: PreTrainedTokenizerBase | None = None
     path = getattr(drafter, "path", None)
     if not exports.has_files and path is not None:
         raise InputError(f"{order.to} takes {name} from the target's own checkpoint; leave out the path {path}")
@@ -142,7 +142,7 @@ def open_source(order: ExportRequest) -> Source:
         head = cast(HeadSpec, kind).head.load(drafter.checkpoint, info, drafter)
         exports = head.engine_names(exports)
     elif exports.has_files and exports.transformers == "assistant_model":
-        draft, own = _draft(order, str(path))
+        draft, draft_tokenizer = _draft(order, str(path))
     return Source(
         name=name,
         kind=kind,
@@ -152,7 +152,7 @@ def open_source(order: ExportRequest) -> Source:
         head=head,
         checkpoint=drafter.checkpoint if isinstance(drafter, TrainedHead) else None,
         draft=draft,
-        draft_tokenizer=own,
+        draft_tokenizer=draft_tokenizer,
         place=str(path or ""),
         unused=_fields_beside(drafter, READ),
     )

@@ -21,13 +21,13 @@ Decode = Callable[[Mapping[str, Any], str, str | None], Mapping[str, Any]]
 often the target verified a draft; None if the engine does not tell."""
 
 
-def judged(expected: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[list[str], bool]:
+def judged(expected: Mapping[str, Any], decoded: Mapping[str, Any]) -> tuple[list[str], bool]:
     """What to print, and whether all is well.
 
     In float32 every token must be the same. In other dtypes two tokens may be equally likely up to rounding, so
     that engines may choose otherwise; then only the steps are compared, and differences are told.
     """
-    pairs = list(zip(expected["tokens"], found["tokens"], strict=True))
+    pairs = list(zip(expected["tokens"], decoded["tokens"], strict=True))
     wrong = [i for i, (ours, theirs) in enumerate(pairs) if list(ours) != list(theirs)]
     lines = [f"{len(pairs) - len(wrong)} of {len(pairs)} outputs have the tokens that Outrider expects"]
     for i in wrong:
@@ -35,8 +35,8 @@ def judged(expected: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[list[
         place = next((k for k, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(map(len, pairs[i])))
         lines.append(f"output {i} differs at token {place}: {theirs[place : place + 4]}, not {ours[place : place + 4]}")
     good = not wrong or expected["dtype"] != "float32"
-    if found.get("steps"):
-        here, there = expected["tokens_per_step"], expected["verified_tokens"] / found["steps"]
+    if decoded.get("steps"):
+        here, there = expected["tokens_per_step"], expected["verified_tokens"] / decoded["steps"]
         lines.append(f"{there:.3f} tokens per step; Outrider has {here:.3f}")
         near = abs(there - here) <= TOLERANCE * here
         if not near and there < here:
@@ -53,10 +53,10 @@ def main(decode: Decode, arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Whether the engine decodes as Outrider does.")
     parser.add_argument("--target", default=expected["target"], help="The target's hub id or folder.")
     parser.add_argument("--url", help="Address of a server of the engine, instead of starting the engine.")
-    given = parser.parse_args(arguments)
-    if given.target is None and given.url is None:
+    options = parser.parse_args(arguments)
+    if options.target is None and options.url is None:
         parser.error("give --target, the target's hub id or folder, or --url")
-    lines, good = judged(expected, decode(expected, given.target, given.url))
+    lines, good = judged(expected, decode(expected, options.target, options.url))
     print("\n".join(lines))
     return 0 if good else 1
 

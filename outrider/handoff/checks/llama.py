@@ -26,9 +26,9 @@ def decode(expected: Mapping[str, Any], target: str, url: str | None) -> Mapping
             f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request) as answer:
-            made = json.loads(answer.read())
-        tokens.append(made["tokens"])
-        accepted = made["timings"].get("draft_n_accepted")
+            reply = json.loads(answer.read())
+        tokens.append(reply["tokens"])
+        accepted = reply["timings"].get("draft_n_accepted")
         # The prompt's forward says the first token. Every later step says one token beside the accepted ones.
-        steps += 0 if accepted is None else len(made["tokens"]) - 1 - accepted
+        steps += 0 if accepted is None else len(reply["tokens"]) - 1 - accepted
     return {"tokens": tokens, "steps": steps or None}

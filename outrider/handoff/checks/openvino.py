@@ -22,9 +22,9 @@ SIZES = {"float32": "fp32"}
 
 def converted(source: str, out: Path, expected: Mapping[str, Any], *, trusted: bool = False) -> Path:
     """The folder of a model in OpenVINO's format, which is made unless it is there, or unless the source is one."""
-    for made in (Path(source), out):
-        if (made / "openvino_model.xml").is_file():
-            return made
+    for folder in (Path(source), out):
+        if (folder / "openvino_model.xml").is_file():
+            return folder
     size = SIZES.get(expected["dtype"], "fp16")
     tool = shutil.which("optimum-cli", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if tool is None:
@@ -51,24 +51,31 @@ def readable(source: str, copy: Path) -> str:
         if each.is_file() and each.suffix != ".json":
             (copy / each.name).symlink_to(each.resolve())
         elif each.is_file():
-            found = json.loads(each.read_text(encoding="utf-8"))
-            (copy / each.name).write_text(json.dumps(renamed(each.name, found)), encoding="utf-8")
+            content = json.loads(each.read_text(encoding="utf-8"))
+            (copy / each.name).write_text(json.dumps(renamed(each.name, content)), encoding="utf-8")
     return str(copy)
 
 
-def renamed(name: str, found: Any) -> Any:
+def renamed(name: str, content: Any) -> Any:
     """The content of a JSON file of a model, with the names that transformers 4 knows."""
     if name == "tokenizer_config.json":
-        extra = found.get("extra_special_tokens")
-        kept = {key: value for key, value in found.items() if key != "extra_special_tokens" or isinstance(value, dict)}
-        if found.get("tokenizer_class") == "TokenizersBackend":
+        extra = content.get("extra_special_tokens")
+        kept = {
+            key: value for key, value in content.items() if key != "extra_special_tokens" or isinstance(value, dict)
+        }
+        if content.get("tokenizer_class") == "TokenizersBackend":
             kept["tokenizer_class"] = "PreTrainedTokenizerFast"
         return {**kept, "additional_special_tokens": extra} if isinstance(extra, list) else kept
-    rope = found.get("rope_parameters") if name == "config.json" else None
-    if rope and "rope_theta" in rope and "rope_theta" not in found:
+    rope = content.get("rope_parameters") if name == "config.json" else None
+    if rope and "rope_theta" in rope and "rope_theta" not in content:
         scaled = rope if rope.get("rope_type", "default") != "default" else None
-        return {**found, "rope_theta": rope["rope_theta"], "rope_scaling": scaled, "torch_dtype": found.get("dtype")}
-    return found
+        return {
+            **content,
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": scaled,
+            "torch_dtype": content.get("dtype"),
+        }
+    return content
 
 
 def models(expected: Mapping[str, Any], target: str) -> tuple[str, Any, dict[str, str]]:
@@ -99,9 +106,9 @@ def decode(expected: Mapping[str, Any], target: str, url: str | None) -> Mapping
     law.num_assistant_tokens = expected["num_speculative_tokens"]
     prompts = [openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)) for prompt in expected["prompts"]]
     # The forwards of the target are told for a run, so each prompt has its own. The first one reads the prompt.
-    made = [pipeline.generate([prompt], [law])[0] for prompt in prompts]
-    forwards = [len(each.extended_perf_metrics.main_model_metrics.raw_metrics.m_durations) for each in made]
-    return {"tokens": [list(each.m_generation_ids[0]) for each in made], "steps": sum(forwards) - len(made)}
+    results = [pipeline.generate([prompt], [law])[0] for prompt in prompts]
+    forwards = [len(each.extended_perf_metrics.main_model_metrics.raw_metrics.m_durations) for each in results]
+    return {"tokens": [list(each.m_generation_ids[0]) for each in results], "steps": sum(forwards) - len(results)}
 
 
 def answer(target: str, prompt: str, new_tokens: int) -> str:
@@ -120,5 +127,5 @@ if __name__ == "__main__":
     parser.add_argument("--target", required=True, help="The target's hub id or folder.")
     parser.add_argument("--prompt", default="Hello")
     parser.add_argument("--new-tokens", type=int, default=128)
-    given = parser.parse_args()
-    print(answer(given.target, given.prompt, given.new_tokens))
+    options = parser.parse_args()
+    print(answer(options.target, options.prompt, options.new_tokens))

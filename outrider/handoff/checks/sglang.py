@@ -18,7 +18,7 @@ def decode(expected: Mapping[str, Any], target: str, url: str | None) -> Mapping
         body = json.dumps({"input_ids": prompt, "sampling_params": law}).encode()
         request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request) as answer:
-            made = json.loads(answer.read())
-        tokens.append(made["output_ids"][-expected["new_tokens"] :])
-        steps += made["meta_info"].get("spec_verify_ct") or 0
+            reply = json.loads(answer.read())
+        tokens.append(reply["output_ids"][-expected["new_tokens"] :])
+        steps += reply["meta_info"].get("spec_verify_ct") or 0
     return {"tokens": tokens, "steps": steps or None}

@@ -42,7 +42,7 @@ def decode(expected: Mapping[str, Any], target: str, url: str | None) -> Mapping
     model.generation_config.eos_token_id = None
     forwards, tokens = 0, list[list[int]]()
 
-    def count(*given: Any) -> None:
+    def count(*args: Any) -> None:
         nonlocal forwards
         forwards += 1
 
@@ -50,14 +50,14 @@ def decode(expected: Mapping[str, Any], target: str, url: str | None) -> Mapping
     for prompt in expected["prompts"]:
         ids = torch.tensor([prompt])
         # A prompt may hold the pad token, and without a mask generate takes that for padding.
-        made = model.generate(
+        output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=expected["new_tokens"],
             do_sample=False,
             **options,
         )
-        tokens.append(made[0, len(prompt) :].tolist())
+        tokens.append(output[0, len(prompt) :].tolist())
     counted = forwards if expected["method"] == "assistant_model" else None
     return {"tokens": tokens, "steps": counted}
 
@@ -74,9 +74,9 @@ def answer(target: str, prompt: str, new_tokens: int) -> str:
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
-    made = model.generate(**inputs, max_new_tokens=new_tokens, **options)
-    said: str = tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return said
+    output = model.generate(**inputs, max_new_tokens=new_tokens, **options)
+    text: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text
 
 
 if __name__ == "__main__":
@@ -84,5 +84,5 @@ if __name__ == "__main__":
     parser.add_argument("--target", required=True, help="The target's hub id or folder.")
     parser.add_argument("--prompt", default="Hello")
     parser.add_argument("--new-tokens", type=int, default=128)
-    given = parser.parse_args()
-    print(answer(given.target, given.prompt, given.new_tokens))
+    options = parser.parse_args()
+    print(answer(options.target, options.prompt, options.new_tokens))

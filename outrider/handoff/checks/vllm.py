@@ -12,7 +12,7 @@ DRAFTS = "vllm:spec_decode_num_drafts"
 
 def decode(expected: Mapping[str, Any], target: str, url: str | None) -> Mapping[str, Any]:
     """The tokens of each prompt, and in how many steps vLLM said them."""
-    return _asked(expected, url) if url else _started(expected, target)
+    return _from_server(expected, url) if url else _started(expected, target)
 
 
 def _started(expected: Mapping[str, Any], target: str) -> Mapping[str, Any]:
@@ -37,12 +37,12 @@ def _started(expected: Mapping[str, Any], target: str) -> Mapping[str, Any]:
         enforce_eager=True,
     )
     law = SamplingParams(temperature=0.0, max_tokens=expected["new_tokens"], ignore_eos=True, detokenize=False)
-    made = llm.generate([{"prompt_token_ids": prompt} for prompt in expected["prompts"]], law, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in expected["prompts"]], law, use_tqdm=False)
     drafts = sum(each.value for each in llm.get_metrics() if each.name == DRAFTS)
-    return {"tokens": [list(each.outputs[0].token_ids) for each in made], "steps": int(drafts)}
+    return {"tokens": [list(each.outputs[0].token_ids) for each in outputs], "steps": int(drafts)}
 
 
-def _asked(expected: Mapping[str, Any], url: str) -> Mapping[str, Any]:
+def _from_server(expected: Mapping[str, Any], url: str) -> Mapping[str, Any]:
     model = json.loads(_read(f"{url}/v1/models"))["data"][0]["id"]
     before, tokens = _drafts(url), list[list[int]]()
     for prompt in expected["prompts"]:
@@ -66,7 +66,7 @@ def _drafts(url: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{DRAFTS}_total"))
 
 
-def _read(asked: Any) -> bytes:
-    with urllib.request.urlopen(asked) as answer:
+def _read(request: Any) -> bytes:
+    with urllib.request.urlopen(request) as answer:
         read: bytes = answer.read()
     return read

@@ -42,7 +42,7 @@ class ExportTarget:
         return "It answers a prompt: `--prompt TEXT`, `--new-tokens N`."
 
 
-def asked(port: int) -> Callable[[Handed], Sequence[str]]:
+def curl_request(port: int) -> Callable[[Handed], Sequence[str]]:
     """A request to a server of OpenAI's API on this machine."""
     body = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}'
     return lambda handed: [

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from outrider.handoff.engines.engine import ExportTarget, asked
+from outrider.handoff.engines.engine import ExportTarget, curl_request
 from outrider.handoff.handed import Handed
 
 SIZES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -44,19 +44,19 @@ def launch(handed: Handed) -> Sequence[str]:
 
 def losses(handed: Handed) -> Sequence[str]:
     """What llama.cpp does otherwise."""
-    found = [
+    sentences = [
         "Drafts are greedy chains there. The verifier follows the draft while the target draws the same tokens, so "
         "above temperature 0 fewer draft tokens are accepted than with Outrider's drawn drafts."
     ]
     if handed.lengths:
-        found.append(
+        sentences.append(
             "llama.cpp has one draft length for all batch sizes; that of the smallest number of requests is used."
         )
     if not handed.same_vocabulary:
-        found.append("The vocabularies differ; llama.cpp allows 128 tokens of difference.")
-    return found
+        sentences.append("The vocabularies differ; llama.cpp allows 128 tokens of difference.")
+    return sentences
 
 
 ENGINE = ExportTarget(
-    title="llama.cpp", launch=launch, use=asked(8080), losses=losses, check="llama.py", reads_gguf=True
+    title="llama.cpp", launch=launch, use=curl_request(8080), losses=losses, check="llama.py", reads_gguf=True
 )

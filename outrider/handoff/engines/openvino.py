@@ -24,23 +24,23 @@ def use(handed: Handed) -> Sequence[str]:
 
 def losses(handed: Handed) -> Sequence[str]:
     """What OpenVINO does otherwise."""
-    found = [
+    sentences = [
         "Drafts are greedy, and the verifier follows the draft while the target draws the same tokens. Above "
         "temperature 0 fewer draft tokens are accepted than with Outrider's drawn drafts."
     ]
     if handed.dtype == "bfloat16":
-        found.append(
+        sentences.append(
             "optimum writes no bfloat16, so the weights become float16: those below 0.00006 lose bits, all others are "
             "the same numbers."
         )
     if handed.method == "eagle3":
-        found.append(
+        sentences.append(
             "The pipeline drafts a chain of num_assistant_tokens tokens, or a greedy tree with branching_factor and "
             "tree_depth."
         )
     if handed.lengths:
-        found.append("OpenVINO has one draft length for all batch sizes; that of the smallest number is used.")
-    return found
+        sentences.append("OpenVINO has one draft length for all batch sizes; that of the smallest number is used.")
+    return sentences
 
 
 ENGINE = ExportTarget(

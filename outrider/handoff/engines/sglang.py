@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from outrider.handoff.engines.engine import ExportTarget, asked
+from outrider.handoff.engines.engine import ExportTarget, curl_request
 from outrider.handoff.handed import Handed
 from outrider.plan.exports import sglang_flags
 
@@ -22,28 +22,28 @@ def launch(handed: Handed) -> Sequence[str]:
 
 def losses(handed: Handed) -> Sequence[str]:
     """What SGLang does otherwise."""
-    found = [
+    sentences = [
         "The verifier becomes SGLang's: it draws from the target and follows the draft while both agree. With "
         "--speculative-use-rejection-sampling it accepts by the draft's probabilities, for chains."
     ]
     if handed.method in TREES:
-        found.append(
+        sentences.append(
             "A chain is launched. --speculative-eagle-topk above 1 makes drafts branch, and turns SGLang's overlapped "
             "scheduling off."
         )
     if handed.lengths:
-        found.append(
+        sentences.append(
             "SGLang has one draft length for all batch sizes; that of the smallest number of requests is used."
         )
     if not handed.same_vocabulary:
-        found.append("The draft model has another number of tokens than the target, and SGLang wants the same.")
-    return found
+        sentences.append("The draft model has another number of tokens than the target, and SGLang wants the same.")
+    return sentences
 
 
 ENGINE = ExportTarget(
     title="SGLang",
     launch=launch,
-    use=asked(30000),
+    use=curl_request(30000),
     losses=losses,
     check="sglang.py",
     tree=lambda handed: handed.method in TREES,

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from outrider.handoff.engines.engine import ExportTarget, asked
+from outrider.handoff.engines.engine import ExportTarget, curl_request
 from outrider.handoff.handed import Handed
 from outrider.plan.exports import batch_table
 
@@ -22,31 +22,33 @@ def launch(handed: Handed) -> Sequence[str]:
 
 def losses(handed: Handed) -> Sequence[str]:
     """What vLLM does otherwise."""
-    found = [
+    sentences = [
         "The verifier becomes vLLM's `standard` (token by token). Its `block` is Outrider's `block`, and its newer "
         "model runner alone has it: set rejection_sample_method to block there. The older runner takes block for "
         "standard without a word, and then drafts greedily."
     ]
     if handed.draws and handed.speculative()["draft_sample_method"] == "greedy":
-        found.append(
+        sentences.append(
             "Drafts are greedy there. Above temperature 0, fewer draft tokens are accepted than with Outrider's drawn "
             "drafts. The outputs keep their law."
         )
     if handed.exports.newer_runner:
-        found.append(f"{handed.name} needs vLLM's newer model runner, and so a GPU; its CPU build refuses it.")
+        sentences.append(f"{handed.name} needs vLLM's newer model runner, and so a GPU; its CPU build refuses it.")
     if handed.method in V1_ONLY or handed.exports.options:
-        found.append(f"vLLM runs {handed.name} heads with its older model runner, which verifies by `standard` alone.")
+        sentences.append(
+            f"vLLM runs {handed.name} heads with its older model runner, which verifies by `standard` alone."
+        )
     if handed.lengths:
-        found.append("vLLM ignores draft lengths by batch size under data parallelism.")
+        sentences.append("vLLM ignores draft lengths by batch size under data parallelism.")
     others = {handed.length, *handed.lengths.values()} - {0, handed.most}
     if handed.fixed and handed.most is not None and others:
-        found.append(
+        sentences.append(
             f"The head learnt blocks that guess {handed.most} tokens. vLLM makes blocks of other lengths, which "
             "changes what their positions see, so fewer tokens are accepted than measured here."
         )
     if not handed.same_vocabulary:
-        found.append("The vocabularies differ, so vLLM drafts greedily and translates tokens.")
-    return found
+        sentences.append("The vocabularies differ, so vLLM drafts greedily and translates tokens.")
+    return sentences
 
 
-ENGINE = ExportTarget(title="vLLM", launch=launch, use=asked(8000), losses=losses, check="vllm.py")
+ENGINE = ExportTarget(title="vLLM", launch=launch, use=curl_request(8000), losses=losses, check="vllm.py")
