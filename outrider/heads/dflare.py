@@ -33,7 +33,7 @@ class DFlareHead(BlockHead):
     r"""A head in which layer d reads $c_d = \mathrm{RMSNorm}_d(\sum_i \mathrm{softmax}(w_d)_i\, o_i)$.
 
     At the start every layer reads mostly the tap that lies as deep in the target as the layer in the head. Where
-    `config.apart`, keys and values of the context have projections of their own.
+    `config.separate_context_kv`, keys and values of the context have projections of their own.
 
     References:
         https://github.com/Tencent/AngelSlim
@@ -53,7 +53,7 @@ class DFlareHead(BlockHead):
 
     @classmethod
     def sizes(cls, options: Any) -> dict[str, Any]:
-        return {"apart": True}
+        return {"separate_context_kv": True}
 
     def contexts(self, features: Float[Tensor, "*batch dim"]) -> Sequence[Float[Tensor, "*batch hidden"]]:
         taps = features.unflatten(-1, (len(self.config.taps), -1))

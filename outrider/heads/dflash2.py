@@ -83,15 +83,15 @@ class BlockConvolution(nn.Module):
 
     Args:
         size: Entries of a state.
-        own: The sizes.
+        extra: The sizes.
         block_size: Positions of a block.
     """
 
-    def __init__(self, size: int, own: DFlash2Sizes, block_size: int) -> None:
+    def __init__(self, size: int, extra: DFlash2Sizes, block_size: int) -> None:
         super().__init__()
-        self.own, self.block_size = own, block_size
-        self.base_kernel = nn.Parameter(torch.zeros(2, own.taps, size))
-        self.kernel_projection = nn.Linear(size, 2 * own.taps * (size // own.group), bias=False)
+        self.extra, self.block_size = extra, block_size
+        self.base_kernel = nn.Parameter(torch.zeros(2, extra.taps, size))
+        self.kernel_projection = nn.Linear(size, 2 * extra.taps * (size // extra.group), bias=False)
         self.reset()
 
     @torch.no_grad()
@@ -103,8 +103,8 @@ class BlockConvolution(nn.Module):
 
     def kernels(self, states: Float[Tensor, "rows width size"]) -> Float[Tensor, "rows width 2 taps size"]:
         """The kernels of both sides at each position, from what the layer reads."""
-        made = self.kernel_projection(states).unflatten(-1, (2, self.own.taps, -1))
-        return self.base_kernel + made.repeat_interleave(self.own.group, -1)
+        made = self.kernel_projection(states).unflatten(-1, (2, self.extra.taps, -1))
+        return self.base_kernel + made.repeat_interleave(self.extra.group, -1)
 
     def forward(
         self, states: Float[Tensor, "rows width size"], kernels: Float[Tensor, "rows width 2 taps size"], side: int
@@ -113,7 +113,7 @@ class BlockConvolution(nn.Module):
         width = states.shape[1]
         places = torch.arange(width, device=states.device) % self.block_size
         found = kernels[:, :, side, 0] * states
-        for by in range(1, self.own.taps):
+        for by in range(1, self.extra.taps):
             earlier = pad(states, (0, 0, by, 0))[:, :width].where((places >= by)[:, None], 0)
             found = found + kernels[:, :, side, by] * earlier
         return found
@@ -124,15 +124,15 @@ class ConvolvedLayer(BlockLayer):
 
     Args:
         config: The head's.
-        own: The sizes of the convolutions.
+        extra: The sizes of the convolutions.
         number: Number of the layer in the cache.
     """
 
-    def __init__(self, config: BlockConfig, own: DFlash2Sizes, number: int) -> None:
+    def __init__(self, config: BlockConfig, extra: DFlash2Sizes, number: int) -> None:
         super().__init__(config.layers, number)
         width = config.layers.hidden_size
-        self.attention_conv = BlockConvolution(width, own, config.block_size)
-        self.mlp_conv = BlockConvolution(width, own, config.block_size)
+        self.attention_conv = BlockConvolution(width, extra, config.block_size)
+        self.mlp_conv = BlockConvolution(width, extra, config.block_size)
 
     def forward(
         self,
@@ -200,33 +200,33 @@ class DFlash2Head(DFlashHead):
     )
 
     def __init__(self, config: BlockConfig, ends: EmbeddingAndHead, vocab_size: int) -> None:
-        self.own: DFlash2Sizes = config.own or DFlash2Sizes()
+        self.extra: DFlash2Sizes = config.extra or DFlash2Sizes()
         width = config.layers.hidden_size
-        if width % self.own.group:
-            raise InputError(f"conv_group_size must divide the hidden size {width}, got {self.own.group}")
+        if width % self.extra.group:
+            raise InputError(f"conv_group_size must divide the hidden size {width}, got {self.extra.group}")
         if config.num_outputs is not None:
             raise InputError("DFlash 2 heads with an output layer of their own are not supported")
-        super().__init__(replace(config, own=self.own), ends, vocab_size)
-        self.candidate_selector = CandidateSelector(config.layers.vocab_size, self.own.rank, width)
+        super().__init__(replace(config, extra=self.extra), ends, vocab_size)
+        self.candidate_selector = CandidateSelector(config.layers.vocab_size, self.extra.rank, width)
 
     def layer(self, config: BlockConfig, number: int) -> BlockLayer:
-        return ConvolvedLayer(config, self.own, number)
+        return ConvolvedLayer(config, self.extra, number)
 
     @classmethod
     def sizes(cls, options: DFlash2Options) -> dict[str, Any]:
-        own = DFlash2Sizes(
+        extra = DFlash2Sizes(
             taps=options.conv_kernel_size,
             group=options.conv_group_size,
             rank=options.selector_rank,
             top_k=options.selector_top_k,
         )
-        return {"own": own}
+        return {"extra": extra}
 
     @classmethod
-    def with_own(cls, config: BlockConfig, found: Mapping[str, Any], path: str) -> BlockConfig:
+    def with_extra(cls, config: BlockConfig, found: Mapping[str, Any], path: str) -> BlockConfig:
         said = {**found, **nested(found, "dflash_config", path)}
         capped = said.get("final_logit_softcapping") is not None
-        own = DFlash2Sizes(
+        extra = DFlash2Sizes(
             taps=size_in(said, "conv_kernel_size", path, most=MOST_COUNT),
             group=size_in(said, "conv_group_size", path),
             rank=size_in(said, "selector_rank", path),
@@ -234,17 +234,17 @@ class DFlash2Head(DFlashHead):
             multiplier=factor(said, "output_multiplier", path),
             cap=factor(said, "final_logit_softcapping", path) if capped else None,
         )
-        return replace(config, own=own)
+        return replace(config, extra=extra)
 
     def own_record(self) -> dict[str, Any]:
-        own = self.own
+        extra = self.extra
         return {
-            "conv_kernel_size": own.taps,
-            "conv_group_size": own.group,
-            "selector_rank": own.rank,
-            "selector_top_k": own.top_k,
-            **({"output_multiplier": own.multiplier} if own.multiplier != 1 else {}),
-            **({"final_logit_softcapping": own.cap} if own.cap is not None else {}),
+            "conv_kernel_size": extra.taps,
+            "conv_group_size": extra.group,
+            "selector_rank": extra.rank,
+            "selector_top_k": extra.top_k,
+            **({"output_multiplier": extra.multiplier} if extra.multiplier != 1 else {}),
+            **({"final_logit_softcapping": extra.cap} if extra.cap is not None else {}),
             **({"input_embedding_scale": self.config.embedding_scale} if self.config.embedding_scale != 1 else {}),
         }
 
@@ -275,26 +275,26 @@ class DFlash2Head(DFlashHead):
         if hidden is None:
             raise ValueError("a DFlash 2 head reads the trunk's output features")
         read = self.candidate_selector.read(tokens, hidden)
-        return self.candidate_selector(base, read, self.own.top_k), state
+        return self.candidate_selector(base, read, self.extra.top_k), state
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
-        logits, cap = super().logits(hidden), self.own.cap
-        if self.own.multiplier != 1:
-            logits = logits * self.own.multiplier
+        logits, cap = super().logits(hidden), self.extra.cap
+        if self.extra.multiplier != 1:
+            logits = logits * self.extra.multiplier
         return logits if cap is None else (logits / cap).tanh() * cap
 
-    def informed(
+    def states_given_previous(
         self, hidden: Float[Tensor, "*batch depth hidden"], before: Int[Tensor, "*batch depth"]
     ) -> Float[Tensor, "*batch depth inner"]:
         return torch.cat([hidden, self.candidate_selector.read(before, hidden).to(hidden.dtype)], -1)
 
-    def informed_logits(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch vocab"]:
+    def logits_given_previous(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch vocab"]:
         return self.candidate_selector(
-            self.base_logits(inner), inner[..., self.config.layers.hidden_size :], self.own.top_k
+            self.base_logits(inner), inner[..., self.config.layers.hidden_size :], self.extra.top_k
         )
 
     def base_logits(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch vocab"]:
-        """The trunk's logits, from what `informed_logits` reads."""
+        """The trunk's logits, from what `logits_given_previous` reads."""
         return self.logits(inner[..., : self.config.layers.hidden_size])
 
 
@@ -313,7 +313,7 @@ class DFlash2Objective(BlockObjective):
             right = logits.float().log_softmax(-1).gather(-1, labels[rows, None])[:, 0]
             return -torch.where(right.isfinite(), right, 0.0)
 
-        picked = self.of_rows(inner, self.head.informed_logits, selected)
+        picked = self.of_rows(inner, self.head.logits_given_previous, selected)
         return self.of_rows(inner, self.head.base_logits, each) + self.options.selector_share * picked
 
 

@@ -102,42 +102,42 @@ class DominoHead(DFlashHead):
 
     def __init__(self, config: BlockConfig, ends: EmbeddingAndHead, vocab_size: int) -> None:
         width = config.layers.hidden_size
-        own: DominoSizes = config.own or DominoSizes()
-        state, inner = own.state or min(width, WIDEST_STATE), own.inner or min(width, WIDEST_INNER)
-        self.own = replace(own, state=state, inner=inner)
-        super().__init__(replace(config, own=self.own), ends, vocab_size)
+        extra: DominoSizes = config.extra or DominoSizes()
+        state, inner = extra.state or min(width, WIDEST_STATE), extra.inner or min(width, WIDEST_INNER)
+        self.extra = replace(extra, state=state, inner=inner)
+        super().__init__(replace(config, extra=self.extra), ends, vocab_size)
         outputs = config.num_outputs or config.layers.vocab_size
-        self.prefix_gru = PrefixGRU(width, self.own.state)
+        self.prefix_gru = PrefixGRU(width, self.extra.state)
         self.embed_proj = nn.Sequential(
-            nn.Linear(width + self.own.state, self.own.inner, bias=False),
+            nn.Linear(width + self.extra.state, self.extra.inner, bias=False),
             nn.SiLU(),
-            nn.Linear(self.own.inner, outputs, bias=False),
+            nn.Linear(self.extra.inner, outputs, bias=False),
         )
         nn.init.zeros_(cast(nn.Linear, self.embed_proj[2]).weight)
 
     @classmethod
     def sizes(cls, options: DominoOptions) -> dict[str, Any]:
-        own = DominoSizes(
+        extra = DominoSizes(
             state=options.gru_hidden_dim or 0, inner=options.emb_dim or 0, pure=options.pure_draft_prefix_len
         )
-        return {"from_anchor": options.shift_label, "idle": int(options.shift_label), "own": own}
+        return {"from_anchor": options.shift_label, "unused_positions": int(options.shift_label), "extra": extra}
 
     @classmethod
-    def with_own(cls, config: BlockConfig, found: Mapping[str, Any], path: str) -> BlockConfig:
+    def with_extra(cls, config: BlockConfig, found: Mapping[str, Any], path: str) -> BlockConfig:
         said = {**found, **nested(found, "dflash_config", path)}
-        own = DominoSizes(
+        extra = DominoSizes(
             state=size_in(said, "gru_hidden_dim", path),
             inner=size_in(said, "emb_dim", path),
             pure=size_in(said, "pure_draft_prefix_len", path, least=0),
         )
-        return replace(config, own=own)
+        return replace(config, extra=extra)
 
     def own_record(self) -> dict[str, Any]:
         return {
             "projector_type": "domino",
-            "gru_hidden_dim": self.own.state,
-            "emb_dim": self.own.inner,
-            "pure_draft_prefix_len": self.own.pure,
+            "gru_hidden_dim": self.extra.state,
+            "emb_dim": self.extra.inner,
+            "pure_draft_prefix_len": self.extra.pure,
             "shift_label": self.config.from_anchor,
         }
 
@@ -154,7 +154,7 @@ class DominoHead(DFlashHead):
     def start(self, count: int) -> Float[Tensor, "count state"]:
         """The state before the anchor is read, and behind it how many tokens were read."""
         weight = self.prefix_gru.weight_hh_l0
-        return torch.zeros(count, self.own.state + 1, dtype=weight.dtype, device=weight.device)
+        return torch.zeros(count, self.extra.state + 1, dtype=weight.dtype, device=weight.device)
 
     def corrected(
         self,
@@ -170,7 +170,7 @@ class DominoHead(DFlashHead):
         added = self.embed_proj[2](self._read(hidden, after))
         return base + added[:, : base.shape[1]], after
 
-    def informed(
+    def states_given_previous(
         self, hidden: Float[Tensor, "*batch depth hidden"], before: Int[Tensor, "*batch depth"]
     ) -> Float[Tensor, "*batch depth inner"]:
         tokens, outputs = before.flatten(0, -2), hidden.flatten(0, -3)
@@ -181,14 +181,14 @@ class DominoHead(DFlashHead):
         read = torch.stack(found, 1).unflatten(0, hidden.shape[:-2])
         return torch.cat([hidden, read.to(hidden.dtype)], -1)
 
-    def informed_logits(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch vocab"]:
+    def logits_given_previous(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch vocab"]:
         logits = self.base_logits(inner)
         added = self.embed_proj[2](inner[..., self.config.layers.hidden_size :])
         width = min(logits.shape[-1], added.shape[-1])
         return logits[..., :width] + added[..., :width]
 
     def base_logits(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch vocab"]:
-        """Logits of guesses that are not corrected, from what `informed_logits` reads."""
+        """Logits of guesses that are not corrected, from what `logits_given_previous` reads."""
         return self.logits(inner[..., : self.config.layers.hidden_size])
 
     def _after(self, state: Float[Tensor, "n state"], tokens: Int[Tensor, " n"]) -> Float[Tensor, "n state"]:
@@ -199,7 +199,7 @@ class DominoHead(DFlashHead):
     def _read(self, hidden: Float[Tensor, "n hidden"], state: Float[Tensor, "n state"]) -> Float[Tensor, "n inner"]:
         """What the output of the bottleneck reads; 0 where a guess is not corrected."""
         inner: Tensor = self.embed_proj[1](self.embed_proj[0](torch.cat([hidden, state[:, :-1]], -1)))
-        return inner * (state[:, -1:] > self.own.pure)
+        return inner * (state[:, -1:] > self.extra.pure)
 
 
 class DominoObjective(BlockObjective):
@@ -216,7 +216,7 @@ class DominoObjective(BlockObjective):
     ) -> Float[Tensor, " n"]:
         share = max(0.0, 1 - batch.step / self.options.base_steps)
         base = self.of_rows(inner, self.head.base_logits, each) if share else 0.0
-        return (1 - share) * self.of_rows(inner, self.head.informed_logits, each) + share * base
+        return (1 - share) * self.of_rows(inner, self.head.logits_given_previous, each) + share * base
 
 
 SPEC = HeadSpec(

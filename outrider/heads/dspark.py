@@ -244,7 +244,7 @@ class DSparkHead(DFlashHead):
         # The head begins as one without it.
         nn.init.zeros_(self.markov_head.markov_w2.weight)
 
-    def informed(
+    def states_given_previous(
         self, hidden: Float[Tensor, "*batch depth hidden"], before: Int[Tensor, "*batch depth"]
     ) -> Float[Tensor, "*batch depth inner"]:
         read = self.markov_head.along(before.flatten(0, -2), hidden.flatten(0, -3))
@@ -253,7 +253,7 @@ class DSparkHead(DFlashHead):
             parts.append(self.markov_head.markov_w1(before).to(hidden.dtype))
         return torch.cat(parts, -1)
 
-    def informed_logits(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch vocab"]:
+    def logits_given_previous(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch vocab"]:
         size, rank = self.config.layers.hidden_size, self.config.markov_rank
         logits, added = self.logits(inner[..., :size]), self.markov_head(inner[..., size : size + rank])
         width = min(logits.shape[-1], added.shape[-1])

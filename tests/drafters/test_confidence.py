@@ -187,5 +187,5 @@ def test_confidence_learns_the_chance_of_acceptance_and_nothing_else_learns_from
     with torch.no_grad():
         said = made.confidence(found.inner).sigmoid()
         rows = model(given.tokens, use_cache=False).logits[found.rows, found.before].softmax(-1)
-        near = torch.minimum(rows, made.informed_logits(found.inner).softmax(-1)).sum(-1)
+        near = torch.minimum(rows, made.logits_given_previous(found.inner).softmax(-1)).sum(-1)
     assert float((said - near).abs().mean()) < float((near - 0.5).abs().mean())

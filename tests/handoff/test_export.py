@@ -26,7 +26,7 @@ from outrider.handoff.export import LAUNCH, export
 from outrider.handoff.order import ExportRequest
 from outrider.handoff.source import as_folder
 from outrider.heads.parts.block_exports import exported_config
-from outrider.heads.parts.block_formats import Answers, AttentionSpan, block_config
+from outrider.heads.parts.block_formats import AttentionSpan, CheckpointHints, block_config
 from outrider.heads.spec import HeadSpec
 from outrider.lm.hf.checkpoint import TargetShape
 from outrider.lm.hf.open import open_model
@@ -302,7 +302,7 @@ def test_what_a_block_sees_is_said_so_that_vllm_reads_the_same(sights, keys, mod
     config = type(config)(**{**vars(config), "sights": sights})
     shape = TargetShape(num_layers=8, hidden_size=32, vocab_size=VOCAB, taps=config.taps)
     found = exported_config(config, "vllm", shape, "org/target")
-    assert block_config(found, "there", Answers()).sights == sights
+    assert block_config(found, "there", CheckpointHints()).sights == sights
     if keys is None:
         assert found["sliding_window_non_causal"] is True
         return

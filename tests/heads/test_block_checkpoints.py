@@ -19,7 +19,7 @@ from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.heads.objective import HeadContext
-from outrider.heads.parts.block_formats import SPECULATORS, Answers, AttentionSpan, block_config
+from outrider.heads.parts.block_formats import SPECULATORS, AttentionSpan, CheckpointHints, block_config
 from outrider.heads.trunks.blocks import BlockHead
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.checkpoint import Checkpoint
@@ -281,9 +281,9 @@ def test_a_file_that_leaves_open_whether_blocks_are_causal_is_refused_with_the_q
         (authors("Qwen3DFlashDraftModel", VOCAB, {**inner, "causal": False}, is_causal=True), "says both", [True] * 3),
     ):
         with pytest.raises(InputError, match=f"{says}.*say causal=true"):
-            block_config(config, "here", Answers())
+            block_config(config, "here", CheckpointHints())
         for answer in (True, False):
-            sights = block_config(config, "here", Answers(causal=answer)).sights or (AttentionSpan(),) * 3
+            sights = block_config(config, "here", CheckpointHints(causal=answer)).sights or (AttentionSpan(),) * 3
             assert [sight.causal for sight in sights] == [answer and each for each in causal]
     place = checkpoints(VOCAB)["dflash"]
     place.config = speculators("dflash", VOCAB, sliding_window_non_causal=False)
@@ -302,7 +302,7 @@ def test_a_file_that_says_whether_blocks_are_causal_is_not_asked():
         (speculators("dflash", VOCAB, sliding_window_non_causal=True), False),
         (speculators("dflash", VOCAB), False),
     ):
-        sights = block_config(config, "here", Answers(causal=not causal)).sights
+        sights = block_config(config, "here", CheckpointHints(causal=not causal)).sights
         assert sights == ((AttentionSpan(causal=True),) * 3 if causal else ())
 
 

@@ -83,7 +83,7 @@ def trained(made: BlockObjective, given: TrainBatch, places: torch.Tensor) -> to
         hidden = hidden[:, :, config.first : config.first + config.max_depth]
         before = (places[..., None] + torch.arange(config.max_depth)).clamp(max=given.tokens.shape[1] - 1)
         rows = torch.arange(len(places))[:, None, None].expand(before.shape)
-        return made.head.informed_logits(made.head.informed(hidden, given.tokens[rows, before]))
+        return made.head.logits_given_previous(made.head.states_given_previous(hidden, given.tokens[rows, before]))
 
 
 VARIANTS = {

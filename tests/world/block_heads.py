@@ -50,10 +50,10 @@ def block_head(
         target_size=size,
         from_anchor=kind == "dspark" if from_anchor is None else from_anchor,
         sights=(AttentionSpan(window=5, causal=True), AttentionSpan()) if windows else (),
-        apart=kind == "dflare",
+        separate_context_kv=kind == "dflare",
         markov=markov,
         markov_rank=6 if kind == "dspark" else 0,
-        own=own,
+        extra=own,
     )
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)

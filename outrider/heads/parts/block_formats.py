@@ -106,12 +106,12 @@ class BlockConfig:
         num_embeddings: Rows of its own input embedding; None: it uses the target's.
         num_outputs: Tokens of its own output layer; None: it uses the target's.
         listed: Whether its own output layer has a list of the tokens that it can guess.
-        apart: Whether the context has key and value projections of its own (DFlare).
+        separate_context_kv: Whether the context has key and value projections of its own (DFlare).
         markov: The kind of sequential head (DSpark): `vanilla`, `gated` or `rnn`.
         markov_rank: Its width.
         confidence: What its confidence head reads beside the trunk's output: `markov`, the tokens before as the
             sequential head does, or `trunk`, nothing; None: it has none.
-        idle: How many positions at the end of a block guess nothing.
+        unused_positions: How many positions at the end of a block guess nothing.
         own: The sizes that one kind of head has alone; None: it has none.
 
     Raises:
@@ -130,12 +130,12 @@ class BlockConfig:
     num_embeddings: int | None = None
     num_outputs: int | None = None
     listed: bool = False
-    apart: bool = False
+    separate_context_kv: bool = False
     markov: str = "vanilla"
     markov_rank: int = 0
     confidence: Confidence | None = None
-    idle: int = 0
-    own: Any = None
+    unused_positions: int = 0
+    extra: Any = None
 
     def __post_init__(self) -> None:
         if self.block_size < 2:
@@ -148,7 +148,7 @@ class BlockConfig:
     @property
     def max_depth(self) -> int:
         """How many tokens a block guesses."""
-        return self.block_size - self.first - self.idle
+        return self.block_size - self.first - self.unused_positions
 
     @property
     def first(self) -> int:
@@ -157,7 +157,7 @@ class BlockConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
+class CheckpointHints:
     """What a user says of a head whose files leave it open.
 
     Attributes:
@@ -199,7 +199,9 @@ def method_of(found: Mapping[str, Any]) -> Method | None:
     return cast(Method, named) if named in get_args(Method) else None
 
 
-def block_config(found: Mapping[str, Any], path: str, answers: Answers, own_keys: Collection[str] = ()) -> BlockConfig:
+def block_config(
+    found: Mapping[str, Any], path: str, hints: CheckpointHints, own_keys: Collection[str] = ()
+) -> BlockConfig:
     """The sizes of the head that a config describes.
 
     Args:
@@ -217,8 +219,8 @@ def block_config(found: Mapping[str, Any], path: str, answers: Answers, own_keys
         if found.get("model_type") in ASSISTANTS:
             return _assistant(found, path)
         if "speculators_model_type" in found:
-            return _speculators(found, path, method, answers)
-        return _authors(found, path, method, answers)
+            return _speculators(found, path, method, hints)
+        return _authors(found, path, method, hints)
     except (AttributeError, KeyError, TypeError) as error:
         raise InputError(f"config.json of {path} does not describe a {method} head: {short(error)}") from error
 
@@ -274,7 +276,7 @@ def speculators_config(config: BlockConfig, target: str) -> dict[str, Any]:
     }
     own: dict[str, Any] = {}
     if config.method == "dflare":
-        own = {"use_heterogeneous_kv": config.apart}
+        own = {"use_heterogeneous_kv": config.separate_context_kv}
     elif config.method == "dspark":
         own = {"markov_rank": config.markov_rank, "markov_head_type": config.markov}
         reads = config.confidence
@@ -357,7 +359,7 @@ def _written_layers(config: BlockConfig) -> dict[str, Any]:
     return layers
 
 
-def _speculators(found: Mapping[str, Any], path: str, method: Method, answers: Answers) -> BlockConfig:
+def _speculators(found: Mapping[str, Any], path: str, method: Method, hints: CheckpointHints) -> BlockConfig:
     """A head of the `speculators` layout. Its tap k is the state that enters layer k."""
     layers = _layers(nested(found, "transformer_layer_config", path), path)
     block = size(found, "block_size", path, default=8, least=2, most=MOST_COUNT)
@@ -365,18 +367,18 @@ def _speculators(found: Mapping[str, Any], path: str, method: Method, answers: A
         method=method,
         layers=layers,
         block_size=block,
-        mask_id=_mask_id(found, path, answers),
+        mask_id=_mask_id(found, path, hints),
         taps=_taps(found.get("aux_hidden_state_layer_ids"), 0, path),
         target_size=size(found, "target_hidden_size", path, default=layers.hidden_size),
-        from_anchor=_from_anchor(found, found, method, block, path, answers),
-        sights=_sights_of_speculators(found, layers, path, answers),
-        apart=method == "dflare" and bool(found.get("use_heterogeneous_kv", True)),
+        from_anchor=_from_anchor(found, found, method, block, path, hints),
+        sights=_sights_of_speculators(found, layers, path, hints),
+        separate_context_kv=method == "dflare" and bool(found.get("use_heterogeneous_kv", True)),
         markov=_markov(found, path),
         markov_rank=_rank(found, method, path),
     )
 
 
-def _authors(found: Mapping[str, Any], path: str, method: Method, answers: Answers) -> BlockConfig:
+def _authors(found: Mapping[str, Any], path: str, method: Method, hints: CheckpointHints) -> BlockConfig:
     """A head of an author's layout. Its layer k is the output of layer k, which enters layer k + 1."""
     inner = _inner(found)
     said = {**found, **inner}
@@ -394,16 +396,16 @@ def _authors(found: Mapping[str, Any], path: str, method: Method, answers: Answe
         method=method,
         layers=layers,
         block_size=block,
-        mask_id=_mask_id(said, path, answers),
+        mask_id=_mask_id(said, path, hints),
         taps=taps,
         target_size=size(said, "target_hidden_size", path, default=layers.hidden_size),
-        from_anchor=_from_anchor(said, found, method, block, path, answers),
-        sights=_sights_of_authors(found, inner, layers, path, answers),
+        from_anchor=_from_anchor(said, found, method, block, path, hints),
+        sights=_sights_of_authors(found, inner, layers, path, hints),
         embedding_scale=factor(said, "input_embedding_scale", path),
-        apart=method == "dflare",
+        separate_context_kv=method == "dflare",
         markov=_markov(said, path),
         markov_rank=_rank(said, method, path),
-        idle=1 if method == "domino" and _shifted(said, path, answers) else 0,
+        unused_positions=1 if method == "domino" and _shifted(said, path, hints) else 0,
     )
 
 
@@ -485,22 +487,27 @@ def _taps(given: Any, later: int, path: str) -> tuple[int, ...]:
     return tuple(layer + later for layer in whole_numbers(given, "the list of the target's layers", path))
 
 
-def _mask_id(said: Mapping[str, Any], path: str, answers: Answers) -> int:
-    if said.get("mask_token_id") is None and answers.mask_token_id is None:
+def _mask_id(said: Mapping[str, Any], path: str, hints: CheckpointHints) -> int:
+    if said.get("mask_token_id") is None and hints.mask_token_id is None:
         raise InputError(
             f"config.json of {path} does not say which token stands for an unknown one; say it with mask_token_id=..."
         )
-    return size(said, "mask_token_id", path, default=answers.mask_token_id, least=0)
+    return size(said, "mask_token_id", path, default=hints.mask_token_id, least=0)
 
 
 def _from_anchor(
-    said: Mapping[str, Any], found: Mapping[str, Any], method: Method, block_size: int, path: str, answers: Answers
+    said: Mapping[str, Any],
+    found: Mapping[str, Any],
+    method: Method,
+    block_size: int,
+    path: str,
+    hints: CheckpointHints,
 ) -> bool:
     """Whether the anchor's position guesses. Without the key it follows from how many tokens are drafted, or from the
     code that the file comes from.
     """
     if method == "domino":
-        return _shifted(said, path, answers)
+        return _shifted(said, path, hints)
     given = _truth(said, "sample_from_anchor", path)
     if given is not None:
         return given
@@ -512,18 +519,18 @@ def _from_anchor(
         return True
     if method != "dspark":
         return False
-    if answers.sample_from_anchor is None:
+    if hints.sample_from_anchor is None:
         raise InputError(
             f"config.json of {path} does not say whether the anchor's position of a block guesses the first token, and "
             "engines differ; ask who trained the head, and say sample_from_anchor=true or sample_from_anchor=false"
         )
-    return answers.sample_from_anchor
+    return hints.sample_from_anchor
 
 
-def _shifted(said: Mapping[str, Any], path: str, answers: Answers) -> bool:
+def _shifted(said: Mapping[str, Any], path: str, hints: CheckpointHints) -> bool:
     """Whether a Domino head guesses from the anchor's position on."""
     given = _truth(said, "shift_label", path)
-    given = answers.shift_label if given is None else given
+    given = hints.shift_label if given is None else given
     if given is None:
         raise InputError(
             f"config.json of {path} does not say shift_label, and published Domino heads differ in it; ask who trained "
@@ -534,12 +541,12 @@ def _shifted(said: Mapping[str, Any], path: str, answers: Answers) -> bool:
 
 
 def _sights_of_speculators(
-    found: Mapping[str, Any], layers: PreTrainedConfig, path: str, answers: Answers
+    found: Mapping[str, Any], layers: PreTrainedConfig, path: str, hints: CheckpointHints
 ) -> tuple[AttentionSpan, ...]:
     """What each layer sees in the layout of `speculators`, whose own layers without a window are never causal."""
     slides, both = _sliding(layers, path), _truth(found, "sliding_window_non_causal", path)
     if any(slides):
-        causal = answers.causal if both is None else not both
+        causal = hints.causal if both is None else not both
         if causal is None:
             said = "has no sliding_window_non_causal, which speculators takes for false and vLLM for true"
             raise _open_question(path, said)
@@ -547,21 +554,21 @@ def _sights_of_speculators(
     if both is None or both:
         return ()
     # The default of speculators, which its windows alone read. vLLM takes it for the answer for all layers.
-    if answers.causal is None:
+    if hints.causal is None:
         said = "has sliding_window_non_causal false and no windows, which speculators ignores and vLLM does not"
         raise _open_question(path, said)
-    return _sights(slides, None, everywhere=answers.causal)
+    return _sights(slides, None, everywhere=hints.causal)
 
 
 def _sights_of_authors(
-    found: Mapping[str, Any], inner: Mapping[str, Any], layers: PreTrainedConfig, path: str, answers: Answers
+    found: Mapping[str, Any], inner: Mapping[str, Any], layers: PreTrainedConfig, path: str, hints: CheckpointHints
 ) -> tuple[AttentionSpan, ...]:
     """What each layer sees in an author's layout.
 
     `use_swa` gives every layer a window where no layer is named that has one, and changes nothing else. Without a word
     on it, layers that are named as having a window are causal, and all others see both ways.
     """
-    slides, causal = _sliding(layers, path), _causal(found, inner, path, answers)
+    slides, causal = _sliding(layers, path), _causal(found, inner, path, hints)
     named = any(slides)
     if _truth(inner, "use_swa", path) and not named:
         slides = [True] * len(slides)
@@ -577,15 +584,15 @@ def _sights_of_authors(
     return _sights(slides, window, inside=named if causal is None else causal, everywhere=bool(causal))
 
 
-def _causal(found: Mapping[str, Any], inner: Mapping[str, Any], path: str, answers: Answers) -> bool | None:
+def _causal(found: Mapping[str, Any], inner: Mapping[str, Any], path: str, hints: CheckpointHints) -> bool | None:
     """Whether blocks are causal in all layers; None where an author's file has no word on it."""
     for place, name in ((inner, "causal_head"), (inner, "causal"), (found, "is_causal")):
         _truth(place, name, path)
     said = _words_on_causality(found, inner)
     if len(said) > 1:
-        if answers.causal is None:
+        if hints.causal is None:
             raise _open_question(path, "says both that blocks are causal and that they are not")
-        return answers.causal
+        return hints.causal
     if not said and _is_deepspec(found):
         return False
     return next(iter(said), None)

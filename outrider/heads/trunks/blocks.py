@@ -28,9 +28,9 @@ from outrider.heads.head import Head, TrainedHead
 from outrider.heads.objective import HeadContext, HeadObjective
 from outrider.heads.parts.block_exports import exported_config
 from outrider.heads.parts.block_formats import (
-    Answers,
     AttentionSpan,
     BlockConfig,
+    CheckpointHints,
     Method,
     block_config,
     in_speculators,
@@ -133,13 +133,13 @@ class BlockAttention(Attention):
     The keys and values of a context position are made of the target's features there.
 
     Args:
-        apart: Whether the context has projections of its own.
+        separate_context_kv: Whether the context has projections of its own.
     """
 
-    def __init__(self, config: PreTrainedConfig, layer: int, *, apart: bool = False) -> None:
+    def __init__(self, config: PreTrainedConfig, layer: int, *, separate_context_kv: bool = False) -> None:
         super().__init__(config, layer, normed=True)
-        self.apart = apart
-        if apart:
+        self.separate_context_kv = separate_context_kv
+        if separate_context_kv:
             bias = self.k_proj.bias is not None
             self.k_proj_target = nn.Linear(config.hidden_size, self.k_proj.out_features, bias=bias)
             self.v_proj_target = nn.Linear(config.hidden_size, self.v_proj.out_features, bias=bias)
@@ -148,7 +148,9 @@ class BlockAttention(Attention):
         self, context: Float[Tensor, "rows width hidden"], rotary: Float[Tensor, "2 rows width dim"], cache: KVCache
     ) -> None:
         """Store keys and values of context positions."""
-        to_keys, to_values = (self.k_proj_target, self.v_proj_target) if self.apart else (self.k_proj, self.v_proj)
+        to_keys, to_values = (
+            (self.k_proj_target, self.v_proj_target) if self.separate_context_kv else (self.k_proj, self.v_proj)
+        )
         keys = self._heads(to_keys(context), self.k_norm)
         keys, _ = apply_rotary_pos_emb(keys, keys, rotary[0], rotary[1])
         cache.update(keys, self._heads(to_values(context)), self.layer)
@@ -157,10 +159,10 @@ class BlockAttention(Attention):
 class BlockLayer(nn.Module):
     """A decoder layer of Qwen 3 over the positions of a block."""
 
-    def __init__(self, config: PreTrainedConfig, layer: int, *, apart: bool = False) -> None:
+    def __init__(self, config: PreTrainedConfig, layer: int, *, separate_context_kv: bool = False) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = BlockAttention(config, layer, apart=apart)
+        self.self_attn = BlockAttention(config, layer, separate_context_kv=separate_context_kv)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
@@ -237,7 +239,7 @@ class BlockHead(Head):
 
     def layer(self, config: BlockConfig, number: int) -> BlockLayer:
         """A decoder layer, with random weights."""
-        return BlockLayer(config.layers, number, apart=config.apart)
+        return BlockLayer(config.layers, number, separate_context_kv=config.separate_context_kv)
 
     @classmethod
     def new(cls, options: BlockOptions, context: HeadContext) -> "BlockHead":
@@ -264,8 +266,8 @@ class BlockHead(Head):
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "BlockHead":
-        path, answers = checkpoint.path, trained if isinstance(trained, Answers) else Answers()
-        config = block_config(checkpoint.config, path, answers, cls.own_keys)
+        path, hints = checkpoint.path, trained if isinstance(trained, CheckpointHints) else CheckpointHints()
+        config = block_config(checkpoint.config, path, hints, cls.own_keys)
         if config.method != cls.method:
             raise InputError(f"the head in {path} is a {config.method} head; use drafter {config.method}")
         trained.check_target(checkpoint.target, config.target_size, target)
@@ -274,7 +276,7 @@ class BlockHead(Head):
                 f"the head in {path} reads the hidden states {list(config.taps)}, and this target has "
                 f"{target.num_layers} layers; give a head that was trained for this target"
             )
-        config = cls.with_own(config, checkpoint.config, path)
+        config = cls.with_extra(config, checkpoint.config, path)
         config, tensors = with_tensors(config, checkpoint.tensors(), path, target.vocab_size)
         borrowed = config.num_embeddings is None or config.num_outputs is None
         if borrowed and config.layers.hidden_size != target.hidden_size:
@@ -302,11 +304,11 @@ class BlockHead(Head):
         return {}
 
     @classmethod
-    def with_own(cls, config: BlockConfig, found: Mapping[str, Any], path: str) -> BlockConfig:
+    def with_extra(cls, config: BlockConfig, raw_config: Mapping[str, Any], path: str) -> BlockConfig:
         """The config of a head on disk with the sizes that this kind of head has alone.
 
         Args:
-            found: Its config file.
+            raw_config: Its config file.
             path: Where it lies, for messages.
 
         Raises:
@@ -405,8 +407,8 @@ class BlockHead(Head):
 
     def extra_repr(self) -> str:
         """The choices that no tensor shows."""
-        names = ("block_size", "mask_id", "taps", "from_anchor", "idle", "sights", "embedding_scale", "markov", "own")
-        return ", ".join(f"{name}={getattr(self.config, name)}" for name in names)
+        choices = ("block_size", "mask_id", "taps", "from_anchor", "unused_positions", "sights", "embedding_scale")
+        return ", ".join(f"{name}={getattr(self.config, name)}" for name in (*choices, "markov", "extra"))
 
     def forward(
         self,
@@ -464,10 +466,10 @@ class BlockHead(Head):
         table = _table(self.ends)
         return self.ends.head(hidden if table is None else hidden.to(table.device, table.dtype))
 
-    def informed(
+    def states_given_previous(
         self, hidden: Float[Tensor, "*batch depth hidden"], before: Int[Tensor, "*batch depth"]
     ) -> Float[Tensor, "*batch depth inner"]:
-        """What `informed_logits` reads, where the tokens before each guess are known: in training.
+        """What `logits_given_previous` reads, where the tokens before each guess are known: in training.
 
         Args:
             hidden: Output features of the positions that guess, in order.
@@ -475,13 +477,13 @@ class BlockHead(Head):
         """
         return hidden
 
-    def informed_logits(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch vocab"]:
+    def logits_given_previous(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch vocab"]:
         """Logits of guesses whose tokens before them are known."""
         return self.logits(inner)
 
     def confidence(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch"] | None:
-        """The logits of the probabilities that guesses are accepted, from what `informed_logits` reads; None where it
-        estimates none.
+        """The logits of the probabilities that guesses are accepted, from what `logits_given_previous` reads; None
+        where it estimates none.
         """
         return None
 
@@ -573,7 +575,7 @@ class BlockDrafter(MarginalDrafter, SlottedDrafter[Blocks]):
         block_size: Positions of a block, the anchor's included.
         mask_id: The token that stands for an unknown token.
         from_anchor: Whether the anchor's position guesses the first token; otherwise the first mask's position does.
-        idle: How many positions at the end of a block guess nothing.
+        unused_positions: How many positions at the end of a block guess nothing.
 
     References:
         DFlash 2026. https://arxiv.org/abs/2602.06036
@@ -586,7 +588,7 @@ class BlockDrafter(MarginalDrafter, SlottedDrafter[Blocks]):
     block_size: int
     mask_id: int
     from_anchor: bool = False
-    idle: int = 0
+    unused_positions: int = 0
 
     @classmethod
     def of(cls, head: BlockHead, target: TargetInfo, trained: TrainedHead) -> "BlockDrafter":
@@ -598,7 +600,7 @@ class BlockDrafter(MarginalDrafter, SlottedDrafter[Blocks]):
             block_size=config.block_size,
             mask_id=config.mask_id,
             from_anchor=config.from_anchor,
-            idle=config.idle,
+            unused_positions=config.unused_positions,
             short_list=None if ids is None else ShortList.of(ids.to(target.device), target.vocab_size),
         )
 
@@ -612,7 +614,7 @@ class BlockDrafter(MarginalDrafter, SlottedDrafter[Blocks]):
 
     @property
     def max_depth(self) -> int:
-        return self.block_size - self.idle - (0 if self.from_anchor else 1)
+        return self.block_size - self.unused_positions - (0 if self.from_anchor else 1)
 
     def open(self, request: Request) -> Blocks:
         return self.state(slot=self.lm.open())
@@ -673,9 +675,9 @@ class BlockDrafter(MarginalDrafter, SlottedDrafter[Blocks]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainedBlocks(Answers, TrainedHead):
+class TrainedBlocks(CheckpointHints, TrainedHead):
     """A head that guesses blocks on disk: the `speculators` layout, or an author's own. What only the user can say of
-    it are the fields of `Answers`.
+    it are the fields of `CheckpointHints`.
     """
 
 
@@ -697,7 +699,7 @@ class _Guesses:
     """The guesses of some blocks that count.
 
     Attributes:
-        inner: What the head makes their logits of, as `BlockHead.informed` says.
+        inner: What the head makes their logits of, as `BlockHead.states_given_previous` says.
         labels: The text's tokens there.
         rows: The row of each.
         before: The place of the token before each.
@@ -797,12 +799,12 @@ class BlockObjective(HeadObjective):
         """What is minimised of each guess, before it is weighted.
 
         Args:
-            inner: What `BlockHead.informed_logits` reads.
+            inner: What `BlockHead.logits_given_previous` reads.
             labels: The text's token at each guess.
             each: The loss of the guesses in a slice, from their logits. It also notes how good they are, so its last
                 call for a guess must be for the logits that are drafted from.
         """
-        return self.of_rows(inner, self.head.informed_logits, each)
+        return self.of_rows(inner, self.head.logits_given_previous, each)
 
     def of_rows(
         self,
@@ -889,7 +891,7 @@ class BlockObjective(HeadObjective):
         kept = at if len(at) else np.zeros(1, dtype=np.int64)
         hidden = blocks(self.head, batch.tokens, context, on_device(anchors.places.numpy(), device))
         known = on_device(host.tokens[rows, before], device)
-        inner = self.head.informed(hidden[:, :, config.first : config.first + depth], known)
+        inner = self.head.states_given_previous(hidden[:, :, config.first : config.first + depth], known)
         where = on_device(kept, device)
         return _Guesses(
             inner=inner.flatten(0, 2)[where],
@@ -928,7 +930,7 @@ class BlockObjective(HeadObjective):
         ratios, agrees = [], []
         for begin in range(0, len(found.labels), self.chunk):
             rows = slice(begin, begin + self.chunk)
-            ours, theirs = self.head.informed_logits(found.inner[rows]), self._target_logits(batch, found, rows)
+            ours, theirs = self.head.logits_given_previous(found.inner[rows]), self._target_logits(batch, found, rows)
             width = min(ours.shape[-1], theirs.shape[-1])
             log_q, log_p = (each[..., :width].float().log_softmax(-1) for each in (ours, theirs))
             ratios.append((log_q - log_p).gather(-1, found.labels[rows, None])[:, 0])
