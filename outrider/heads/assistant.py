@@ -113,8 +113,8 @@ class Assistant(Head):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that it computes in."""
-        found: torch.dtype = self.model.dtype
-        return found
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     def cast(self, ends: EmbeddingAndHead, dtype: torch.dtype) -> "Assistant":
         """A copy in another dtype, beside another target."""
@@ -168,12 +168,12 @@ class Assistant(Head):
         has alone.
         """
         if self.model.masked_embedding is None:
-            found: Tensor = self.model.lm_head(hidden)
-            return found
-        found = self.model.masked_embedding(hidden, self.model.lm_head.weight)
-        chosen = found > found.min()
-        lowest = torch.where(chosen, found, torch.inf).amin(-1, keepdim=True)
-        return torch.where(chosen, found, lowest - 1)
+            logits: Tensor = self.model.lm_head(hidden)
+            return logits
+        logits = self.model.masked_embedding(hidden, self.model.lm_head.weight)
+        chosen = logits > logits.min()
+        lowest = torch.where(chosen, logits, torch.inf).amin(-1, keepdim=True)
+        return torch.where(chosen, logits, lowest - 1)
 
 
 class TabularAssistant:
@@ -269,15 +269,15 @@ class AssistantDrafter(LastStateDrafter[AssistantState]):
         hidden = self.newest(states).to(self.device, self.head.dtype, non_blocking=True)
         logits, head_output = self.head(tokens, hidden[:, None], seen)
         for row, (state, own_state) in enumerate(zip(states, head_output[:, 0], strict=True)):
-            own = self.state_of(state)
-            own.seen, own.row, own.head_output = seen, row, {0: own_state}
+            drafter_state = self.state_of(state)
+            drafter_state.seen, drafter_state.row, drafter_state.head_output = seen, row, {0: own_state}
         return Guess(logits=logits[:, 0])
 
     @torch.inference_mode()
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         owners, first, counts = np.unique(frontier.owners, return_index=True, return_counts=True)
-        owns = [self.state_of(states[owner]) for owner in owners.tolist()]
-        seen = _seen(owns)
+        drafter_states = [self.state_of(states[owner]) for owner in owners.tolist()]
+        seen = _seen(drafter_states)
         # Padding repeats the last node of a request.
         columns = np.minimum(np.arange(counts.max()), counts[:, None] - 1)
         index = torch.from_numpy(first[:, None] + columns).to(self.device, non_blocking=True)
@@ -286,7 +286,7 @@ class AssistantDrafter(LastStateDrafter[AssistantState]):
         tokens = frontier.tokens.to(self.device, non_blocking=True)
         logits, head_output = self.head(tokens[index], before[index], seen)
         places = np.arange(len(frontier.owners)) - np.repeat(first, counts)
-        flat = torch.from_numpy(np.repeat(np.arange(len(owns)), counts) * columns.shape[1] + places)
+        flat = torch.from_numpy(np.repeat(np.arange(len(drafter_states)), counts) * columns.shape[1] + places)
         flat = flat.to(self.device, non_blocking=True)
         returned = head_output.flatten(0, 1)[flat]
         for i, (owner, node) in enumerate(zip(frontier.owners.tolist(), frontier.nodes.tolist(), strict=True)):
@@ -294,9 +294,9 @@ class AssistantDrafter(LastStateDrafter[AssistantState]):
         return Guess(logits=logits.flatten(0, 1)[flat])
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
-        owns, left = [self.state_of(state) for state in states], np.array(counts)
-        seen = _seen(owns)
-        before = torch.stack([own.head_output[0] for own in owns])
+        drafter_states, left = [self.state_of(state) for state in states], np.array(counts)
+        seen = _seen(drafter_states)
+        before = torch.stack([drafter_state.head_output[0] for drafter_state in drafter_states])
 
         def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
             nonlocal seen, before, left
@@ -312,8 +312,8 @@ class AssistantDrafter(LastStateDrafter[AssistantState]):
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         for state in states:
-            own = self.state_of(state)
-            own.seen, own.head_output = None, {}
+            drafter_state = self.state_of(state)
+            drafter_state.seen, drafter_state.head_output = None, {}
 
     def cast(self, target_info: TargetInfo) -> "AssistantDrafter":
         if isinstance(self.head, TabularAssistant):
@@ -332,8 +332,8 @@ class TrainedAssistant(TrainedHead):
     def bind(self, target: TargetInfo) -> Drafter:
         if self.checkpoint.config.get("model_type") not in ASSISTANTS:
             return super().bind(target)
-        own = {name: value for name, value in vars(self).items() if name != "spec"}
-        drafter = DFLASH.at(**own).bind(target)
+        fields = {name: value for name, value in vars(self).items() if name != "spec"}
+        drafter = DFLASH.at(**fields).bind(target)
         if target.num_layers in drafter.taps:
             raise InputError(
                 f"the assistant in {self.path} reads what leaves the target's last layer, and its config does not "
@@ -342,12 +342,12 @@ class TrainedAssistant(TrainedHead):
         return drafter
 
 
-def _seen(owns: Sequence[AssistantState]) -> Seen:
+def _seen(drafter_states: Sequence[AssistantState]) -> Seen:
     """What the assistant sees of some requests of a draft, which began together."""
-    seen = owns[0].seen
+    seen = drafter_states[0].seen
     if seen is None:
         raise RuntimeError("a draft begins before its nodes are expanded")
-    return seen.part([own.row for own in owns])
+    return seen.part([drafter_state.row for drafter_state in drafter_states])
 
 
 def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -355,34 +355,34 @@ def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
     return config.get("model_type") in (*SINGLE_POSITION, *ASSISTANTS)
 
 
-def _layers(own: PreTrainedConfig, target: PreTrainedConfig | None, path: str) -> dict[str, int]:
+def _layers(config: PreTrainedConfig, target: PreTrainedConfig | None, path: str) -> dict[str, int]:
     """For each type of the assistant's layers, the target's last layer of that type that keeps keys and values.
 
     Raises:
         InputError: The target has none, or its keys are of another shape.
     """
-    kinds, found = list(getattr(target, "layer_types", None) or ()), {}
+    kinds, layers = list(getattr(target, "layer_types", None) or ()), {}
     keeping = kinds[: len(kinds) - int(getattr(target, "num_kv_shared_layers", None) or 0)]
-    for kind in dict.fromkeys(own.layer_types):
+    for kind in dict.fromkeys(config.layer_types):
         if target is None or kind not in keeping or not target.model_type.startswith("gemma4"):
             raise InputError(
                 f"the assistant in {path} reads the keys and values of a Gemma 4 target, and this target "
                 f"keeps none of the type {kind}; give the target that it was published with"
             )
-        found[kind] = len(keeping) - 1 - keeping[::-1].index(kind)
-        ours, theirs = _shape(own, own.layer_types.index(kind)), _shape(target, found[kind])
+        layers[kind] = len(keeping) - 1 - keeping[::-1].index(kind)
+        ours, theirs = _shape(config, config.layer_types.index(kind)), _shape(target, layers[kind])
         if ours != theirs:
             raise InputError(
                 f"the assistant in {path} reads {ours[0]} heads of {ours[1]} numbers, and this "
                 f"target keeps {theirs[0]} heads of {theirs[1]}; give the target that it was published with"
             )
-    return found
+    return layers
 
 
 def _shape(config: PreTrainedConfig, layer: int) -> tuple[int, int]:
     """Heads and width of the keys of a layer."""
-    own = config.per_layer_config[layer] if config.is_heterogeneous else config
-    return own.num_key_value_heads, own.head_dim
+    of_layer = config.per_layer_config[layer] if config.is_heterogeneous else config
+    return of_layer.num_key_value_heads, of_layer.head_dim
 
 
 SPEC = HeadSpec(name=NAME, head=Assistant, drafter=AssistantDrafter, published=published, trained=TrainedAssistant)

@@ -144,14 +144,14 @@ class BlockwiseHeads(StateHeads):
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "BlockwiseHeads":
-        path, given = checkpoint.path, checkpoint.config
-        if not published(given, ()):
+        path, raw_config = checkpoint.path, checkpoint.config
+        if not published(raw_config, ()):
             raise InputError(f"{path} holds no blockwise heads: its config has no {KIND} {NAME!r}")
         config = BlockwiseConfig(
-            hidden_size=size_in(given, "hidden_size", path),
-            vocab_size=size_in(given, "vocab_size", path),
-            num_heads=size_in(given, "num_heads", path, most=MOST_COUNT),
-            intermediate_size=size_in(given, "intermediate_size", path),
+            hidden_size=size_in(raw_config, "hidden_size", path),
+            vocab_size=size_in(raw_config, "vocab_size", path),
+            num_heads=size_in(raw_config, "num_heads", path, most=MOST_COUNT),
+            intermediate_size=size_in(raw_config, "intermediate_size", path),
         )
         heads = made(lambda: cls(config, target.ends()), checkpoint.tensors(), path)
         trained.check_target(checkpoint.target, config.hidden_size, target)
@@ -208,14 +208,18 @@ class BlockwiseDrafter(StateHeadsDrafter[HeadsState]):
     @classmethod
     def of(cls, head: LastStateHead, target: TargetInfo, trained: TrainedHead) -> StateHeadsDrafter:
         """The drafter with heads, and with what refines their drafts."""
-        fields, told = cls.fields_of(head, target, trained), cast(TrainedBlockwise, trained)
-        if told.rescorer is not None:
-            model = ModelPath(path=told.rescorer, device=told.device, dtype=told.dtype, max_context=told.max_context)
-            return RescoredDrafter(**fields, rescorer=model.bind(target), lam=told.lam, top_k=told.top_k)
-        if told.paths is None:
+        fields, options = cls.fields_of(head, target, trained), cast(TrainedBlockwise, trained)
+        if options.rescorer is not None:
+            model = ModelPath(
+                path=options.rescorer, device=options.device, dtype=options.dtype, max_context=options.max_context
+            )
+            return RescoredDrafter(**fields, rescorer=model.bind(target), lam=options.lam, top_k=options.top_k)
+        if options.paths is None:
             return cls(**fields)
-        grams = told.grams(fields["head"].config.vocab_size) if told.mu else None
-        return PathsDrafter(**fields, model=grams, paths=told.paths, mu=told.mu, top_k=told.top_k, beam=told.beam)
+        grams = options.grams(fields["head"].config.vocab_size) if options.mu else None
+        return PathsDrafter(
+            **fields, model=grams, paths=options.paths, mu=options.mu, top_k=options.top_k, beam=options.beam
+        )
 
 
 @dataclass(kw_only=True)
@@ -367,9 +371,9 @@ class PathsDrafter(StateHeadsDrafter[PathsState]):
         best = logs.topk(min(self.top_k, logs.shape[-1]), -1)
         tokens, scores = best.indices.cpu().numpy(), best.values.double().cpu().numpy()
         for i, (state, depth) in enumerate(zip(states, depths, strict=True)):
-            own = self.state_of(state)
-            own.prefixes = {0: ()}
-            own.paths = best_paths(
+            drafter_state = self.state_of(state)
+            drafter_state.prefixes = {0: ()}
+            drafter_state.paths = best_paths(
                 tokens[i, :depth],
                 scores[i, :depth],
                 count=self.paths,
@@ -384,9 +388,9 @@ class PathsDrafter(StateHeadsDrafter[PathsState]):
         rows = []
         nodes = zip(frontier.owners.tolist(), frontier.parents.tolist(), frontier.nodes.tolist(), strict=True)
         for (owner, parent, node), token in zip(nodes, frontier.tokens.tolist(), strict=True):
-            own = self.state_of(states[owner])
-            own.prefixes[node] = (*own.prefixes[parent], token)
-            rows.append(self._behind(states[owner], own.prefixes[node]))
+            drafter_state = self.state_of(states[owner])
+            drafter_state.prefixes[node] = (*drafter_state.prefixes[parent], token)
+            rows.append(self._behind(states[owner], drafter_state.prefixes[node]))
         return Guess(logits=torch.stack(rows))
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:

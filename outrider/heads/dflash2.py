@@ -103,8 +103,8 @@ class BlockConvolution(nn.Module):
 
     def kernels(self, states: Float[Tensor, "rows width size"]) -> Float[Tensor, "rows width 2 taps size"]:
         """The kernels of both sides at each position, from what the layer reads."""
-        made = self.kernel_projection(states).unflatten(-1, (2, self.extra.taps, -1))
-        return self.base_kernel + made.repeat_interleave(self.extra.group, -1)
+        kernels = self.kernel_projection(states).unflatten(-1, (2, self.extra.taps, -1))
+        return self.base_kernel + kernels.repeat_interleave(self.extra.group, -1)
 
     def forward(
         self, states: Float[Tensor, "rows width size"], kernels: Float[Tensor, "rows width 2 taps size"], side: int
@@ -112,11 +112,11 @@ class BlockConvolution(nn.Module):
         """Convolve states; blocks stand one behind the other."""
         width = states.shape[1]
         places = torch.arange(width, device=states.device) % self.block_size
-        found = kernels[:, :, side, 0] * states
+        convolved = kernels[:, :, side, 0] * states
         for by in range(1, self.extra.taps):
             earlier = pad(states, (0, 0, by, 0))[:, :width].where((places >= by)[:, None], 0)
-            found = found + kernels[:, :, side, by] * earlier
-        return found
+            convolved = convolved + kernels[:, :, side, by] * earlier
+        return convolved
 
 
 class ConvolvedLayer(BlockLayer):
@@ -171,8 +171,8 @@ class CandidateSelector(nn.Module):
         self, tokens: Int[Tensor, "*batch"], hidden: Float[Tensor, "*batch hidden"]
     ) -> Float[Tensor, "*batch rank"]:
         r"""$A[a] \cdot H h$ behind tokens $a$."""
-        found: Tensor = self.predecessor_codebook[tokens] * self.hidden_projection(hidden)
-        return found
+        product: Tensor = self.predecessor_codebook[tokens] * self.hidden_projection(hidden)
+        return product
 
     def forward(
         self, base: Float[Tensor, "*batch vocab"], read: Float[Tensor, "*batch rank"], top_k: int
@@ -223,16 +223,16 @@ class DFlash2Head(DFlashHead):
         return {"extra": extra}
 
     @classmethod
-    def with_extra(cls, config: BlockConfig, found: Mapping[str, Any], path: str) -> BlockConfig:
-        said = {**found, **nested(found, "dflash_config", path)}
-        capped = said.get("final_logit_softcapping") is not None
+    def with_extra(cls, config: BlockConfig, raw_config: Mapping[str, Any], path: str) -> BlockConfig:
+        merged = {**raw_config, **nested(raw_config, "dflash_config", path)}
+        capped = merged.get("final_logit_softcapping") is not None
         extra = DFlash2Sizes(
-            taps=size_in(said, "conv_kernel_size", path, most=MOST_COUNT),
-            group=size_in(said, "conv_group_size", path),
-            rank=size_in(said, "selector_rank", path),
-            top_k=size_in(said, "selector_top_k", path),
-            multiplier=factor(said, "output_multiplier", path),
-            cap=factor(said, "final_logit_softcapping", path) if capped else None,
+            taps=size_in(merged, "conv_kernel_size", path, most=MOST_COUNT),
+            group=size_in(merged, "conv_group_size", path),
+            rank=size_in(merged, "selector_rank", path),
+            top_k=size_in(merged, "selector_top_k", path),
+            multiplier=factor(merged, "output_multiplier", path),
+            cap=factor(merged, "final_logit_softcapping", path) if capped else None,
         )
         return replace(config, extra=extra)
 

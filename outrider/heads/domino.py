@@ -123,12 +123,12 @@ class DominoHead(DFlashHead):
         return {"from_anchor": options.shift_label, "unused_positions": int(options.shift_label), "extra": extra}
 
     @classmethod
-    def with_extra(cls, config: BlockConfig, found: Mapping[str, Any], path: str) -> BlockConfig:
-        said = {**found, **nested(found, "dflash_config", path)}
+    def with_extra(cls, config: BlockConfig, raw_config: Mapping[str, Any], path: str) -> BlockConfig:
+        merged = {**raw_config, **nested(raw_config, "dflash_config", path)}
         extra = DominoSizes(
-            state=size_in(said, "gru_hidden_dim", path),
-            inner=size_in(said, "emb_dim", path),
-            pure=size_in(said, "pure_draft_prefix_len", path, least=0),
+            state=size_in(merged, "gru_hidden_dim", path),
+            inner=size_in(merged, "emb_dim", path),
+            pure=size_in(merged, "pure_draft_prefix_len", path, least=0),
         )
         return replace(config, extra=extra)
 
@@ -174,11 +174,11 @@ class DominoHead(DFlashHead):
         self, hidden: Float[Tensor, "*batch depth hidden"], before: Int[Tensor, "*batch depth"]
     ) -> Float[Tensor, "*batch depth inner"]:
         tokens, outputs = before.flatten(0, -2), hidden.flatten(0, -3)
-        state, found = self.start(len(tokens)), []
+        state, reads = self.start(len(tokens)), []
         for depth in range(tokens.shape[1]):
             state = self._after(state, tokens[:, depth])
-            found.append(self._read(outputs[:, depth], state))
-        read = torch.stack(found, 1).unflatten(0, hidden.shape[:-2])
+            reads.append(self._read(outputs[:, depth], state))
+        read = torch.stack(reads, 1).unflatten(0, hidden.shape[:-2])
         return torch.cat([hidden, read.to(hidden.dtype)], -1)
 
     def logits_given_previous(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch vocab"]:

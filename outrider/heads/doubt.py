@@ -52,15 +52,15 @@ def other_taps(taps: Sequence[int], num_layers: int) -> list[tuple[tuple[int, ..
         >>> [found for found, _ in other_taps((1, 2), 3)]
         [(0, 1), (2, 3), (2, 1)]
     """
-    found = [(tuple(tap + by for tap in taps), f"{'later' if by > 0 else 'earlier'} by one") for by in (-1, 1)]
+    others = [(tuple(tap + by for tap in taps), f"{'later' if by > 0 else 'earlier'} by one") for by in (-1, 1)]
     if len(taps) > 1:
-        found.append((tuple(reversed(taps)), "in the opposite order"))
+        others.append((tuple(reversed(taps)), "in the opposite order"))
     if len(taps) > 2:
         swaps = [(i, i + 1) for i in range(len(taps) - 1)]
         for i, j in swaps:
             swapped = list(taps)
             swapped[i], swapped[j] = swapped[j], swapped[i]
-            found.append((tuple(swapped), "in another order"))
-        found.append(((*taps[1:], taps[0]), "in another order"))
-        found.append(((taps[-1], *taps[:-1]), "in another order"))
-    return [(each, how) for each, how in found if all(0 <= tap <= num_layers for tap in each)]
+            others.append((tuple(swapped), "in another order"))
+        others.append(((*taps[1:], taps[0]), "in another order"))
+        others.append(((taps[-1], *taps[:-1]), "in another order"))
+    return [(each, how) for each, how in others if all(0 <= tap <= num_layers for tap in each)]

@@ -126,11 +126,11 @@ class MarkovHead(nn.Module):
         self, tokens: Int[Tensor, "n depth"], hidden: Float[Tensor, "n depth hidden"]
     ) -> Float[Tensor, "n depth rank"]:
         """The $e$ of all guesses of blocks whose tokens are known."""
-        state, found = self.start(len(tokens)), []
+        state, reads = self.start(len(tokens)), []
         for depth in range(tokens.shape[1]):
             state, read = self.step(state, tokens[:, depth], hidden[:, depth])
-            found.append(read)
-        return torch.stack(found, 1)
+            reads.append(read)
+        return torch.stack(reads, 1)
 
     def forward(self, read: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch vocab"]:
         """The logits that are added."""
@@ -148,7 +148,7 @@ class GatedMarkovHead(MarkovHead):
         self, state: Float[Tensor, "n rank"], tokens: Int[Tensor, " n"], hidden: Float[Tensor, "n hidden"] | None
     ) -> tuple[Float[Tensor, "n rank"], Float[Tensor, "n rank"]]:
         read = self.markov_w1(tokens)
-        return state, self.gate_proj(torch.cat([_given(hidden), read], -1)).sigmoid() * read
+        return state, self.gate_proj(torch.cat([_required(hidden), read], -1)).sigmoid() * read
 
 
 class RecurrentMarkovHead(MarkovHead):
@@ -164,7 +164,7 @@ class RecurrentMarkovHead(MarkovHead):
     def step(
         self, state: Float[Tensor, "n rank"], tokens: Int[Tensor, " n"], hidden: Float[Tensor, "n hidden"] | None
     ) -> tuple[Float[Tensor, "n rank"], Float[Tensor, "n rank"]]:
-        joint = self.joint_proj(torch.cat([state, self.markov_w1(tokens), _given(hidden)], -1))
+        joint = self.joint_proj(torch.cat([state, self.markov_w1(tokens), _required(hidden)], -1))
         gate, candidate, out = joint.chunk(3, -1)
         kept = gate.sigmoid()
         return kept * state + (1 - kept) * candidate.tanh(), out.tanh()
@@ -313,11 +313,11 @@ class DSparkDrafter(BlockDrafter[SparkState]):
         extension = self.run_block(states, depths)
         blocks = extension.logits.split(list(depths))
         for i, (state, block, depth) in enumerate(zip(states, blocks, depths, strict=True)):
-            own = self.state_of(state)
-            own.block, own.read, own.survival = block, {}, {}
+            drafter_state = self.state_of(state)
+            drafter_state.block, drafter_state.read, drafter_state.survival = block, {}, {}
             if extension.features is not None:
                 begin = i * self.block_size + first
-                own.hidden = extension.features[begin : begin + depth]
+                drafter_state.hidden = extension.features[begin : begin + depth]
         anchors = torch.tensor([state.tokens[-1] for state in states])
         root = np.zeros(len(states), dtype=np.int64)
         logits, read = self._corrected(states, root, anchors, self._head.start(len(states)))
@@ -361,8 +361,8 @@ class DSparkDrafter(BlockDrafter[SparkState]):
         with torch.no_grad():
             for weight in (*markov.parameters(), *judge.parameters()):
                 weight.copy_(torch.randn(weight.shape, generator=dice))
-        found = cast(DSparkDrafter, super().on_tables(vocab_size, seed))
-        return replace(found, markov=markov, judge=judge)
+        drafter = cast(DSparkDrafter, super().on_tables(vocab_size, seed))
+        return replace(drafter, markov=markov, judge=judge)
 
     @property
     def _head(self) -> BlockCorrection:
@@ -388,15 +388,17 @@ class DSparkDrafter(BlockDrafter[SparkState]):
         markov = cast(MarkovHead, self._head)
         pairs = list(zip(map(self.state_of, states), depths.tolist(), strict=True))
         hidden = None
-        if all(own.hidden is not None for own, _ in pairs):
-            hidden = torch.stack([_at(own.hidden, depth) for own, depth in pairs])
+        if all(drafter_state.hidden is not None for drafter_state, _ in pairs):
+            hidden = torch.stack([_at(drafter_state.hidden, depth) for drafter_state, depth in pairs])
         device = judge.proj.weight.device
         chances = judge(hidden, markov.markov_w1(tokens.to(device, non_blocking=True))).sigmoid()
-        found = []
-        for (own, _), node, parent, chance in zip(pairs, nodes.tolist(), parents.tolist(), chances, strict=True):
-            own.survival[node] = chance * own.survival[parent] if parent >= 0 else chance
-            found.append(own.survival[node])
-        return torch.stack(found)
+        survivals = []
+        for (drafter_state, _), node, parent, chance in zip(
+            pairs, nodes.tolist(), parents.tolist(), chances, strict=True
+        ):
+            drafter_state.survival[node] = chance * drafter_state.survival[parent] if parent >= 0 else chance
+            survivals.append(drafter_state.survival[node])
+        return torch.stack(survivals)
 
     def _corrected(
         self,
@@ -414,14 +416,14 @@ class DSparkDrafter(BlockDrafter[SparkState]):
             before: The state of the sequential head behind its parent.
         """
         pairs = list(zip(map(self.state_of, states), depths.tolist(), strict=True))
-        base = torch.stack([_at(own.block, depth) for own, depth in pairs])
+        base = torch.stack([_at(drafter_state.block, depth) for drafter_state, depth in pairs])
         hidden = None
-        if all(own.hidden is not None for own, _ in pairs):
-            hidden = torch.stack([_at(own.hidden, depth) for own, depth in pairs])
+        if all(drafter_state.hidden is not None for drafter_state, _ in pairs):
+            hidden = torch.stack([_at(drafter_state.hidden, depth) for drafter_state, depth in pairs])
         return self._head.corrected(base, before, tokens.to(base.device, non_blocking=True), hidden)
 
 
-def _given(hidden: Float[Tensor, "n hidden"] | None) -> Float[Tensor, "n hidden"]:
+def _required(hidden: Float[Tensor, "n hidden"] | None) -> Float[Tensor, "n hidden"]:
     if hidden is None:
         raise ValueError("this sequential head reads the trunk's output features")
     return hidden

@@ -116,9 +116,9 @@ class EagleHead(FeatureHead):
         trained.check_target(checkpoint.target, layer.hidden_size, target)
         trained.check_vocabulary(layer.vocab_size, target)
         ids = trained.listed(target) if isinstance(trained, TrainedEagle) else None
-        found = cls.of_tensors(checkpoint, layer, without_copies(tensors, target.embed, target.device), target, ids)
-        found.ids = None if ids is None else torch.tensor(ids)
-        return found
+        head = cls.of_tensors(checkpoint, layer, without_copies(tensors, target.embed, target.device), target, ids)
+        head.ids = None if ids is None else torch.tensor(ids)
+        return head
 
     @classmethod
     def of_tensors(
@@ -229,7 +229,7 @@ class EagleHead(FeatureHead):
         return config, tensors
 
     def doubts(self, target: TargetInfo) -> Sequence[Doubt]:
-        found = [
+        doubts = [
             *super().doubts(target),
             Doubt(
                 about="norm",
@@ -240,7 +240,7 @@ class EagleHead(FeatureHead):
         ]
         if isinstance(self.fc, nn.Linear):
             swapped = torch.cat(list(reversed(self.fc.weight.chunk(2, -1))), -1)
-            found.append(
+            doubts.append(
                 Doubt(
                     about="columns of fc",
                     means="the columns of fc.weight stand in the order feature, embedding",
@@ -248,7 +248,7 @@ class EagleHead(FeatureHead):
                     changes=[(self.fc, "weight", nn.Parameter(swapped, requires_grad=False))],
                 )
             )
-        return found
+        return doubts
 
     def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
         weight = next(self.layers.parameters())
@@ -304,8 +304,8 @@ class EagleObjective(FeatureObjective):
     ) -> Float[Tensor, ""]:
         """The weighted sum of the mean distances of all features from the target's next ones."""
         wanted = self.last_states(batch)[places.rows, places.at + 1 + number].to(hidden.dtype)
-        found = self.head.next_feature(hidden[places.rows, places.at])
-        distance = smooth_l1_loss(found, wanted, reduction="none").mean(-1)
+        feature = self.head.next_feature(hidden[places.rows, places.at])
+        distance = smooth_l1_loss(feature, wanted, reduction="none").mean(-1)
         return self.options.regression * distance.sum()
 
 
@@ -355,8 +355,8 @@ def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
 def _name(name: str) -> str:
     """The name of a tensor in `EagleHead`. That of `speculators` has one layer, the transformer."""
     name = name.removeprefix("model.")
-    for begin, own in (("fusion_fc.", "fc."), ("transformer.", "layers.0.")):
-        name = own + name.removeprefix(begin) if name.startswith(begin) else name
+    for begin, ours in (("fusion_fc.", "fc."), ("transformer.", "layers.0.")):
+        name = ours + name.removeprefix(begin) if name.startswith(begin) else name
     return name
 
 

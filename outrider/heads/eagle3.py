@@ -343,9 +343,9 @@ class Eagle3Head(FeatureHead):
 
     def doubts(self, target: TargetInfo) -> Sequence[Doubt]:
         sizes, first = self.sizes, cast(FusedLayer, self.layers[0])
-        found = list(super().doubts(target))
+        doubts = list(super().doubts(target))
         for taps, how in other_taps(sizes.taps, target.num_layers):
-            found.append(
+            doubts.append(
                 Doubt(
                     about="taps",
                     means=f"it reads the hidden states {_listed(sizes.taps)}, and was trained on others, {how}",
@@ -354,7 +354,7 @@ class Eagle3Head(FeatureHead):
                 )
             )
         residual, output = not sizes.norm_before_residual, not sizes.norm_output
-        found.append(
+        doubts.append(
             Doubt(
                 about="residual",
                 means="its config is wrong on which residual its first layer has",
@@ -362,7 +362,7 @@ class Eagle3Head(FeatureHead):
                 changes=[(first, "norm_before_residual", residual)],
             )
         )
-        found.append(
+        doubts.append(
             Doubt(
                 about="feedback",
                 means="its config is wrong on which feature a draft token is read with",
@@ -370,7 +370,7 @@ class Eagle3Head(FeatureHead):
                 changes=[(self, "sizes", replace(sizes, norm_output=output))],
             )
         )
-        return found
+        return doubts
 
     def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
         states = states.to(self.fc.weight.device, self.fc.weight.dtype)
@@ -431,14 +431,14 @@ class Eagle3Layout:
     """An EAGLE-3 checkpoint of any layout under our own names.
 
     Attributes:
-        given: Its config.
+        config: Its config.
         layer: The sizes of its layers.
         tensors: Its tensors, under the names of `Eagle3Head`.
         target: The target that the config names; None if it names none.
     """
 
     path: str
-    given: Mapping[str, Any]
+    config: Mapping[str, Any]
     layer: Any
     tensors: Mapping[str, Tensor]
     target: TargetShape | None
@@ -453,12 +453,12 @@ class Eagle3Layout:
         if _is_speculators(config) and "transformer_layer_config" in config:
             inner = nested(config, "transformer_layer_config", path)
         kept = {_name(name): tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-        return cls(path=path, given=config, layer=layer_config(inner, path), tensors=kept, target=checkpoint.target)
+        return cls(path=path, config=config, layer=layer_config(inner, path), tensors=kept, target=checkpoint.target)
 
     @property
     def target_hidden_size(self) -> int:
         """Width of the target's hidden states."""
-        return size_in(self.given, "target_hidden_size", self.path, default=self.layer.hidden_size)
+        return size_in(self.config, "target_hidden_size", self.path, default=self.layer.hidden_size)
 
     def head(self, kind: type[H], info: TargetInfo, answers: "TrainedEagle3") -> H:
         """The head. Tokens that the target lacks are not guessed.
@@ -499,7 +499,7 @@ class Eagle3Layout:
         output = tensors.get("lm_head.weight")
         if output is None or offsets is None:
             vocabulary = int(self.layer.vocab_size)
-            narrow = size_in(self.given, "draft_vocab_size", self.path, default=vocabulary)
+            narrow = size_in(self.config, "draft_vocab_size", self.path, default=vocabulary)
             if narrow < vocabulary:
                 raise InputError(
                     f"the head in {self.path} guesses {narrow} tokens, and lm_head.weight or d2t is missing"
@@ -521,26 +521,26 @@ class Eagle3Layout:
         return tensors, ids[order]
 
     def _flag(self, name: str) -> bool:
-        return bool(self.given.get(name))
+        return bool(self.config.get(name))
 
     def _norm_before_residual(self, answers: "TrainedEagle3") -> bool:
-        said = self.given.get("norm_before_residual")
-        if said is None:
-            said = answers.norm_before_residual
-        if said is None and _is_speculators(self.given):
+        value = self.config.get("norm_before_residual")
+        if value is None:
+            value = answers.norm_before_residual
+        if value is None and _is_speculators(self.config):
             raise InputError(
                 f"the config of {self.path} has no norm_before_residual, which vLLM takes for true and speculators for "
                 "false; add norm_before_residual=true or false behind the path, as the head was trained"
             )
-        return bool(said)
+        return bool(value)
 
     def _norm_output(self, answers: "TrainedEagle3") -> bool:
         if answers.norm_output is not None:
             return answers.norm_output
-        if self._flag("norm_output") and not _is_speculators(self.given) and self.target is None:
-            if AUTOMODEL in (self.given.get("architectures") or ()):
+        if self._flag("norm_output") and not _is_speculators(self.config) and self.target is None:
+            if AUTOMODEL in (self.config.get("architectures") or ()):
                 return True
-            if AUTO_MAP in self.given:
+            if AUTO_MAP in self.config:
                 # There it says that the output layer reads the normed output, as it does in all heads.
                 return False
             raise InputError(
@@ -552,25 +552,25 @@ class Eagle3Layout:
 
     def _taps(self, num_layers: int, answers: "TrainedEagle3") -> tuple[int, ...]:
         if answers.taps is not None:
-            found: tuple[int, ...] = answers.taps
+            taps: tuple[int, ...] = answers.taps
         elif self.target is not None:
-            found = self.target.taps
+            taps = self.target.taps
         else:
-            given = self.given.get(TAPS) or nested(self.given, "eagle_config", self.path).get(TAPS) or ()
-            named = whole_numbers(given, TAPS, self.path)
-            if named and not _is_speculators(self.given):
+            listed = self.config.get(TAPS) or nested(self.config, "eagle_config", self.path).get(TAPS) or ()
+            named = whole_numbers(listed, TAPS, self.path)
+            if named and not _is_speculators(self.config):
                 raise InputError(
                     f"the config of {self.path} has {TAPS} {list(named)}; vLLM reads id k as what enters layer k, and "
                     f"SGLang as what leaves it. Add taps={'x'.join(map(str, named))} behind the path for the first, or "
                     f"taps={'x'.join(str(each + 1) for each in named)} for the second"
                 )
-            found = named or default_taps(num_layers)
-        if not all(0 <= tap <= num_layers for tap in found):
+            taps = named or default_taps(num_layers)
+        if not all(0 <= tap <= num_layers for tap in taps):
             raise InputError(
-                f"the head in {self.path} reads the hidden states {list(found)}, and this target has 0..{num_layers}; "
+                f"the head in {self.path} reads the hidden states {list(taps)}, and this target has 0..{num_layers}; "
                 "give a head that was trained for this target"
             )
-        return found
+        return taps
 
 
 @dataclass(frozen=True, kw_only=True)

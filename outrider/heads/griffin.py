@@ -162,8 +162,8 @@ class GriffinObjective(EagleObjective):
 
     @cached_property
     def divergence(self) -> Divergence | None:
-        found, weight = super().divergence, self.options.likeliest
-        return found if found is None or not weight else WithLikeliest(of=found, weight=weight)
+        inner, weight = super().divergence, self.options.likeliest
+        return inner if inner is None or not weight else WithLikeliest(of=inner, weight=weight)
 
     @torch.no_grad()
     def kept(
@@ -174,22 +174,22 @@ class GriffinObjective(EagleObjective):
         before: Bool[Tensor, "rows length"] | None,
     ) -> Bool[Tensor, "rows length"] | None:
         """The places at which the draft tokens so far are likely ones."""
-        asked = torch.zeros_like(batch.learnt)
+        wanted = torch.zeros_like(batch.learnt)
         for later in range(number + 1, self.num_guesses):
             learnt = batch.learnt[:, 2 + later :]
-            asked[:, : learnt.shape[1]] |= learnt
-        rows, at = (asked if before is None else asked & before).nonzero(as_tuple=True)
+            wanted[:, : learnt.shape[1]] |= learnt
+        rows, at = (wanted if before is None else wanted & before).nonzero(as_tuple=True)
         compared = at + 1 - self.options.align_shift
-        found = torch.zeros_like(asked)
-        found[rows, at] = self._likely(hidden[rows, compared], batch.tokens[rows, compared + 2 + number], number)
-        return found
+        likely = torch.zeros_like(wanted)
+        likely[rows, at] = self._likely(hidden[rows, compared], batch.tokens[rows, compared + 2 + number], number)
+        return likely
 
     def _likely(self, hidden: Float[Tensor, "n hidden"], labels: Int[Tensor, " n"], number: int) -> Bool[Tensor, " n"]:
         """Whether tokens are among the head's likeliest ones."""
-        found = [torch.zeros_like(labels[:0], dtype=torch.bool)]
+        likely = [torch.zeros_like(labels[:0], dtype=torch.bool)]
         for states, wanted in zip(hidden.split(self.chunk), labels.split(self.chunk), strict=True):
-            found.append(among_likeliest(wanted, self._narrow(self.logits(states, number)), self.options.align_top))
-        return torch.cat(found)
+            likely.append(among_likeliest(wanted, self._narrow(self.logits(states, number)), self.options.align_top))
+        return torch.cat(likely)
 
 
 def published(config: Mapping[str, Any], names: Collection[str]) -> bool:

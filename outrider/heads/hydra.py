@@ -73,8 +73,8 @@ class ResidualLayer(nn.Module):
         self.res_connection = nn.Linear(input_size, size) if input_size != size else nn.Identity()
 
     def forward(self, states: Float[Tensor, "n input"]) -> Float[Tensor, "n size"]:
-        found: Tensor = self.res_connection(states) + silu(self.linear(states))
-        return found
+        output: Tensor = self.res_connection(states) + silu(self.linear(states))
+        return output
 
 
 class HydraHeads(SequentialHead):
@@ -112,16 +112,16 @@ class HydraHeads(SequentialHead):
     @classmethod
     def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "HydraHeads":
         """The heads, and their prefix layer if they have one. The tensors say how many heads and layers there are."""
-        path, given = checkpoint.path, checkpoint.config
-        if not published(given, ()):
+        path, raw_config = checkpoint.path, checkpoint.config
+        if not published(raw_config, ()):
             raise InputError(f"{path} holds no Hydra heads: its config has no hydra_num_heads")
-        kind = given.get("hydra_head_arch", "mlp")
+        kind = raw_config.get("hydra_head_arch", "mlp")
         if kind not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise InputError(f"the Hydra heads in {path} are of the kind {short(kind)}; known are {known}")
         read = checkpoint.tensors()
         tensors = _renamed(read, 2 if kind == "prefix-mlp" else 1)
-        config = _sizes(given, tensors, path)
+        config = _sizes(raw_config, tensors, path)
         prefix = PrefixLayer.of(checkpoint, read, trained.base if isinstance(trained, TrainedHydra) else None)
         heads = made(lambda: cls(config, target.ends(), prefix), tensors, path)
         trained.check_target(checkpoint.target, config.hidden_size, target)
@@ -149,8 +149,8 @@ class HydraHeads(SequentialHead):
         return torch.cat([state, self.ends.embed(tokens).to(state.device, state.dtype)], -1)
 
     def logits(self, state: Float[Tensor, "n state"], depth: int) -> Float[Tensor, "n vocab"]:
-        found: Tensor = self.hydra_lm_head[depth](self.hydra_mlp[depth](state))
-        return found
+        logits: Tensor = self.hydra_lm_head[depth](self.hydra_mlp[depth](state))
+        return logits
 
     def on_tables(self, vocab_size: int, seed: int) -> "HydraHeads":
         table, same = nn.Embedding(vocab_size, TABLE_FEATURES).double().requires_grad_(False), nn.Identity()
@@ -193,15 +193,21 @@ class PrefixLayer(nn.Module):
             InputError: Nothing says what it is like, or its tensors do not fit together.
         """
         path, config = checkpoint.path, checkpoint.config
-        own = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
-        own = {name: own[name] for name in own if not name.startswith("embed_tokens") and "inv_freq" not in name}
-        if config.get("hydra_head_arch", "mlp") == "mlp" and not own:
+        prefix_tensors = {
+            name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)
+        }
+        prefix_tensors = {
+            name: prefix_tensors[name]
+            for name in prefix_tensors
+            if not name.startswith("embed_tokens") and "inv_freq" not in name
+        }
+        if config.get("hydra_head_arch", "mlp") == "mlp" and not prefix_tensors:
             return None
         place = base or config.get("base_model_name_or_path")
         if not isinstance(place, str) or not place:
             raise InputError(f"config.json of {path} does not name the target of the heads; say it with base=...")
         layers = layer_config(open_config(place).get_text_config().to_dict(), place)
-        return made(lambda: cls(layers, qkv_bias_of(own)), own, path)
+        return made(lambda: cls(layers, qkv_bias_of(prefix_tensors)), prefix_tensors, path)
 
     def forward(
         self,
@@ -247,9 +253,9 @@ class HydraDrafter(SequentialDrafter[HydraState]):
 
     @classmethod
     def fields_of(cls, head: LastStateHead, target: TargetInfo, trained: TrainedHead) -> dict[str, Any]:
-        found = super().fields_of(head, target, trained)
-        [layer] = found["head"].prefix
-        return found | {"prefix": None if layer is None else trained.lm(layer, target)}
+        fields = super().fields_of(head, target, trained)
+        [layer] = fields["head"].prefix
+        return fields | {"prefix": None if layer is None else trained.lm(layer, target)}
 
     @property
     def max_context(self) -> int | None:
@@ -276,24 +282,26 @@ class HydraDrafter(SequentialDrafter[HydraState]):
             slot, first, end = _slot(self.state_of(state)), int(observed.offsets[i]), int(observed.offsets[i + 1])
             end = min(end, first + prefix.max_context - prefix.length(slot))
             segments.append(Segment(slot=slot, tokens=tokens[first:end], features=features[first:end], logits="none"))
-        found = cast(Tensor, prefix.extend(segments).features)
+        outputs = cast(Tensor, prefix.extend(segments).features)
         prefix.commit({segment.slot: range(len(segment.tokens)) for segment in segments})
         end = 0
         for state, segment in zip(states, segments, strict=True):
-            own, end = self.state_of(state), end + len(segment.tokens)
-            own.num_seen = prefix.length(segment.slot)
+            drafter_state, end = self.state_of(state), end + len(segment.tokens)
+            drafter_state.num_seen = prefix.length(segment.slot)
             if len(segment.tokens):
-                own.newest = found[end - 1].clone()
+                drafter_state.newest = outputs[end - 1].clone()
 
     def reuse(self, state: object, request: Request, length: int) -> HydraState:
-        own = self.checked(state)
+        drafter_state = self.checked(state)
         if self.prefix is not None:
-            self.prefix.truncate(_slot(own), self.needs(own, length))
-        return replace(super().reuse(state, request, length), slot=own.slot)
+            self.prefix.truncate(_slot(drafter_state), self.needs(drafter_state, length))
+        return replace(super().reuse(state, request, length), slot=drafter_state.slot)
 
     def fork(self, state: object, request: Request, length: int) -> HydraState:
-        own = self.checked(state)
-        slot = None if self.prefix is None else self.prefix.copy(_slot(own), self.needs(own, length))
+        drafter_state = self.checked(state)
+        slot = (
+            None if self.prefix is None else self.prefix.copy(_slot(drafter_state), self.needs(drafter_state, length))
+        )
         return replace(super().fork(state, request, length), slot=slot)
 
     def close(self, state: object) -> None:
@@ -325,31 +333,31 @@ def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
     return "hydra_num_heads" in config
 
 
-def _slot(own: HydraState) -> int:
-    if own.slot is None:
+def _slot(drafter_state: HydraState) -> int:
+    if drafter_state.slot is None:
         raise RuntimeError("this request has no slot of the prefix layer")
-    return own.slot
+    return drafter_state.slot
 
 
 def _renamed(tensors: Mapping[str, Tensor], every: int) -> dict[str, Tensor]:
     """The tensors of the heads, and those that belong to no part. Where dropout stands between layers, each second
     place is a layer.
     """
-    found = {}
+    renamed = {}
     for name, tensor in tensors.items():
         if layer := _LAYER.fullmatch(name):
-            found[f"hydra_mlp.{layer[1]}.{int(layer[2]) // every}.{layer[3]}.{layer[4]}"] = tensor
+            renamed[f"hydra_mlp.{layer[1]}.{int(layer[2]) // every}.{layer[3]}.{layer[4]}"] = tensor
         elif output := _OUTPUT.fullmatch(name):
-            found[f"hydra_lm_head.{output[1]}.{output[2]}"] = tensor
+            renamed[f"hydra_lm_head.{output[1]}.{output[2]}"] = tensor
         elif not name.startswith((PREFIX, EMBEDDING)):
-            found[name] = tensor
-    return found
+            renamed[name] = tensor
+    return renamed
 
 
-def _sizes(given: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) -> HydraConfig:
+def _sizes(raw_config: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) -> HydraConfig:
     """The sizes that the tensors show."""
     output = tensors.get("hydra_lm_head.0.weight")
-    layers = {(int(found[1]), int(found[2])) for name in tensors if (found := _LAYER.fullmatch(name))}
+    layers = {(int(match[1]), int(match[2])) for name in tensors if (match := _LAYER.fullmatch(name))}
     if output is None or output.dim() != 2 or not layers:
         raise InputError(f"the weights of {path} hold no Hydra heads")
     return HydraConfig(
@@ -358,7 +366,7 @@ def _sizes(given: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) -
         num_heads=1 + max(head for head, _ in layers),
         num_layers=1 + max(layer for _, layer in layers),
         grounded="hydra_mlp.0.0.res_connection.weight" in tensors,
-        offset=size(given, "hidden_state_offset", path, default=0, least=0),
+        offset=size(raw_config, "hidden_state_offset", path, default=0, least=0),
         bias="hydra_lm_head.0.bias" in tensors,
     )
 

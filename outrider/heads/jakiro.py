@@ -175,7 +175,7 @@ class JakiroHead(EagleHead):
     def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """With the names of its authors' tensors."""
         config, tensors = super().record(target, dtype, name)
-        return config, {own.replace(EXPERTS[1], EXPERTS[0]): tensor for own, tensor in tensors.items()}
+        return config, {ours.replace(EXPERTS[1], EXPERTS[0]): tensor for ours, tensor in tensors.items()}
 
     def next_feature(self, head_output: Float[Tensor, "*batch parts"]) -> Float[Tensor, "*batch hidden"]:
         """$h_1$."""
@@ -200,7 +200,7 @@ class JakiroHead(EagleHead):
             return super().logits(self.next_feature(hidden))
         attended, first, second, gate = self._parts(hidden)
         wide = torch.promote_types(gate.dtype, torch.float32)
-        logs = [super(JakiroHead, self).logits(attended + own).to(wide).log_softmax(-1) for own in (first, second)]
+        logs = [super(JakiroHead, self).logits(attended + part).to(wide).log_softmax(-1) for part in (first, second)]
         gate = gate[..., :2] if self.mixture == "gate" else torch.zeros_like(gate[..., :2])
         weights = gate.to(wide).log_softmax(-1)
         return torch.logaddexp(logs[0] + weights[..., :1], logs[1] + weights[..., 1:])
@@ -240,11 +240,11 @@ class JakiroDrafter(FeatureDrafter[JakiroState]):
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         owners = [self.state_of(states[owner]) for owner in frontier.owners.tolist()]
-        deepest = np.array([own.depth for own in owners]) == frontier.depths + 1
+        deepest = np.array([owner.depth for owner in owners]) == frontier.depths + 1
         if not deepest.any():
             return super().expand(states, frontier)
         pairs = zip(owners, frontier.parents.tolist(), deepest.tolist(), strict=True)
-        further = self._further(torch.stack([own.head_output[parent] for own, parent, last in pairs if last]))
+        further = self._further(torch.stack([owner.head_output[parent] for owner, parent, last in pairs if last]))
         if deepest.all():
             return Guess(logits=further, short_list=self.short_list)
         others = cast(Tensor, super().expand(states, _part(frontier, ~deepest)).logits)

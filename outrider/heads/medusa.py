@@ -154,14 +154,14 @@ class MedusaHeads(StateHeads):
 
         The tensors say how many heads and layers there are; published configs of the original form do not.
         """
-        path, given = checkpoint.path, checkpoint.config
-        if not published(given, ()):
+        path, raw_config = checkpoint.path, checkpoint.config
+        if not published(raw_config, ()):
             raise InputError(
                 f"{path} holds no Medusa heads: its config has no model_type 'medusa' and no medusa_num_heads"
             )
         read = checkpoint.tensors(_is_of_heads)
         tensors = _renamed({_name(name): tensor for name, tensor in read.items()})
-        config = _sizes(given, tensors, path, target.vocab_size)
+        config = _sizes(raw_config, tensors, path, target.vocab_size)
         heads = made(lambda: cls(config), _sorted(_cut(tensors)), path)
         trained.check_target(checkpoint.target, config.hidden_size, target)
         trained.check_vocabulary(config.vocab_size, target)
@@ -259,26 +259,26 @@ def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(tensors)
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if found := _BLOCK.fullmatch(name):
-            renamed[f"blocks.{found[1]}.layers.{found[2]}.{found[3]}"] = tensor
-        elif found := _OUTPUT.fullmatch(name):
-            renamed[f"lm_heads.{found[1]}.weight"] = tensor
+        if match := _BLOCK.fullmatch(name):
+            renamed[f"blocks.{match[1]}.layers.{match[2]}.{match[3]}"] = tensor
+        elif match := _OUTPUT.fullmatch(name):
+            renamed[f"lm_heads.{match[1]}.weight"] = tensor
         else:
             renamed[name] = tensor
     return renamed
 
 
-def _sizes(given: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str, vocab: int | None) -> MedusaConfig:
+def _sizes(raw_config: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str, vocab: int | None) -> MedusaConfig:
     """The sizes that the tensors show."""
     outputs = [tensor for name, tensor in tensors.items() if name.startswith("lm_heads.")]
-    blocks = {(int(found[1]), int(found[2])) for name in tensors if (found := _OWN.fullmatch(name))}
+    blocks = {(int(match[1]), int(match[2])) for name in tensors if (match := _OWN.fullmatch(name))}
     if not outputs or any(tensor.dim() != 2 for tensor in outputs):
         raise InputError(f"the weights of {path} hold no output layers of Medusa heads")
     num_heads = 1 + max((head for head, _ in blocks), default=len(outputs) - 1)
     token_map = tensors.get("token_map")
     width, hidden_size = outputs[0].shape
     # Heads without a list guess all tokens of their target.
-    vocabulary = size_in(given, "vocab_size", path, default=vocab if vocab and token_map is not None else width)
+    vocabulary = size_in(raw_config, "vocab_size", path, default=vocab if vocab and token_map is not None else width)
     if token_map is not None:
         _check_list(token_map, vocabulary, path)
     return MedusaConfig(
@@ -288,8 +288,8 @@ def _sizes(given: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str, v
         num_hidden_layers=1 + max((layer for _, layer in blocks), default=-1),
         truncated_vocab_size=None if token_map is None else len(token_map),
         medusa_fc_bias=any(name.endswith(".bias") for name in tensors),
-        original_lm_head=bool(given.get("original_lm_head")) and len(outputs) == 1,
-        logit_scale=factor(given, "logit_scale", path),
+        original_lm_head=bool(raw_config.get("original_lm_head")) and len(outputs) == 1,
+        logit_scale=factor(raw_config, "logit_scale", path),
     )
 
 

@@ -92,17 +92,17 @@ class MLPSpeculator(SequentialHead):
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "MLPSpeculator":
-        path, given = checkpoint.path, checkpoint.config
-        if not published(given, ()):
+        path, raw_config = checkpoint.path, checkpoint.config
+        if not published(raw_config, ()):
             raise InputError(f"{path} holds no MLP speculator: the model_type of its config is not {NAME!r}")
-        width = size(given, "emb_dim" if given.get("emb_dim") else "hidden_size", path)
+        width = size(raw_config, "emb_dim" if raw_config.get("emb_dim") else "hidden_size", path)
         config = MLPSpeculatorConfig(
-            vocab_size=size(given, "vocab_size", path),
+            vocab_size=size(raw_config, "vocab_size", path),
             emb_dim=width,
-            inner_dim=size(given, "inner_dim", path, least=0, default=width) or width,
-            n_predict=size(given, "n_predict", path, most=MOST_COUNT),
-            tie_weights=bool(given.get("tie_weights")),
-            scale_input=bool(given.get("scale_input")),
+            inner_dim=size(raw_config, "inner_dim", path, least=0, default=width) or width,
+            n_predict=size(raw_config, "n_predict", path, most=MOST_COUNT),
+            tie_weights=bool(raw_config.get("tie_weights")),
+            scale_input=bool(raw_config.get("scale_input")),
         )
         tensors = {name.removeprefix("speculator."): tensor for name, tensor in checkpoint.tensors().items()}
         head = made(lambda: cls(config), _shared(tensors, config) if config.tie_weights else tensors, path)
@@ -152,8 +152,8 @@ class MLPSpeculator(SequentialHead):
         return gelu(self.ln[depth](moved))
 
     def logits(self, state: Float[Tensor, "n state"], depth: int) -> Float[Tensor, "n vocab"]:
-        found: Tensor = self.head[depth](state)
-        return found
+        logits: Tensor = self.head[depth](state)
+        return logits
 
     def on_tables(self, vocab_size: int, seed: int) -> "MLPSpeculator":
         config = MLPSpeculatorConfig(
@@ -176,13 +176,13 @@ def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 def _shared(tensors: Mapping[str, Tensor], config: MLPSpeculatorConfig) -> dict[str, Tensor]:
     """The tensors of all depths, where a file may have those of the first alone."""
-    found = dict(tensors)
+    shared = dict(tensors)
     for i in range(1, config.n_predict):
         for name in ("emb.{}.weight", "head.{}.weight", "ln.{}.weight", "ln.{}.bias", "proj.{}.weight"):
             first = name.format(1 if name.startswith("proj") else 0)
-            if first in found:
-                found[name.format(i)] = found[first]
-    return found
+            if first in shared:
+                shared[name.format(i)] = shared[first]
+    return shared
 
 
 SPEC = HeadSpec(

@@ -92,7 +92,7 @@ class MtpHead(nn.Module):
         places = positions + self.number + 1
         embedded = self.ends.embed(tokens).to(features.dtype)
         rotary = None if self._rotary[0] is None else self._rotary[0](embedded, position_ids=places, **self._of_rotary)
-        found: Tensor = self.layer(
+        output: Tensor = self.layer(
             embedded,
             features,
             position_embeddings=rotary,
@@ -100,7 +100,7 @@ class MtpHead(nn.Module):
             position_ids=places,
             **{self._cache: cache},
         )
-        return self.shared_norm(found)
+        return self.shared_norm(output)
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
         weight = next(iter(getattr(self.ends.embed, "parameters", tuple)()), hidden)
@@ -186,8 +186,8 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
         return LayersState(slot=self.lm.open(), deeper=[FeatureState(slot=lm.open()) for lm in self.deeper])
 
     def close(self, state: object) -> None:
-        for lm, own in zip(self.lms, self.checked(state).layers, strict=True):
-            lm.release(own.slot)
+        for lm, layer_state in zip(self.lms, self.checked(state).layers, strict=True):
+            lm.release(layer_state.slot)
 
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
         super().observe(states, observed)
@@ -206,9 +206,9 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         for state in states:
-            own = self.state_of(state)
-            own.nodes, own.waiting = {}, [0] * len(self.deeper)
-            for each in own.deeper:
+            drafter_state = self.state_of(state)
+            drafter_state.nodes, drafter_state.waiting = {}, [0] * len(self.deeper)
+            for each in drafter_state.deeper:
                 each.fed, each.head_output = {}, {}
         return super().begin(states, depths)
 
@@ -222,7 +222,7 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
         k = min(int(frontier.depths[0]), len(self.deeper))
         running = [states[owner] for owner in owners]
         new = [self._unfed(state, k, nodes) for state, nodes in zip(running, wanted, strict=True)]
-        segments = self._segments(running, k, new, [len(asked) for asked in wanted])
+        segments = self._segments(running, k, new, [len(of_owner) for of_owner in wanted])
         extension = self.deeper[k - 1].extend(segments)
         parts = output_features(extension).split([len(segment.tokens) for segment in segments])
         committed = []
@@ -253,30 +253,39 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         super().commit(states, paths)
-        owns = [self.state_of(state) for state in states]
+        drafter_states = [self.state_of(state) for state in states]
         for k, lm in enumerate(self.deeper):
-            counts = [own.waiting[k] if own.waiting else 0 for own in owns]
-            lm.commit({own.deeper[k].slot: range(count) for own, count in zip(owns, counts, strict=True)})
-            for own, count in zip(owns, counts, strict=True):
-                own.deeper[k].forget(count)
-        for own in owns:
-            own.waiting = []
+            counts = [drafter_state.waiting[k] if drafter_state.waiting else 0 for drafter_state in drafter_states]
+            lm.commit(
+                {
+                    drafter_state.deeper[k].slot: range(count)
+                    for drafter_state, count in zip(drafter_states, counts, strict=True)
+                }
+            )
+            for drafter_state, count in zip(drafter_states, counts, strict=True):
+                drafter_state.deeper[k].forget(count)
+        for drafter_state in drafter_states:
+            drafter_state.waiting = []
 
     def needs(self, state: object, length: int) -> int:
         return sum(self._valid(self.checked(state), length)[0])
 
     def reuse(self, state: object, request: Request, length: int) -> LayersState:
-        own, states = self.checked(state), []
-        for lm, each, (read, count) in zip(self.lms, own.layers, self._valid(own, length), strict=True):
+        drafter_state, states = self.checked(state), []
+        for lm, each, (read, count) in zip(
+            self.lms, drafter_state.layers, self._valid(drafter_state, length), strict=True
+        ):
             lm.truncate(each.slot, read)
             states.append(FeatureState(slot=each.slot, pending_features=each.first_pending(count)))
         return LayersState(slot=states[0].slot, pending_features=states[0].pending_features, deeper=states[1:])
 
     def fork(self, state: object, request: Request, length: int) -> LayersState:
-        own = self.checked(state)
+        drafter_state = self.checked(state)
         states = [
             FeatureState(slot=lm.copy(each.slot, read), pending_features=each.first_pending(pending))
-            for lm, each, (read, pending) in zip(self.lms, own.layers, self._valid(own, length), strict=True)
+            for lm, each, (read, pending) in zip(
+                self.lms, drafter_state.layers, self._valid(drafter_state, length), strict=True
+            )
         ]
         return LayersState(slot=states[0].slot, pending_features=states[0].pending_features, deeper=states[1:])
 
@@ -302,14 +311,14 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
 
     def _missed(self, states: Sequence[Running], k: int, counts: Sequence[int]) -> list[Segment]:
         """The next committed positions that layer k has not read of each request, at most `counts[i]`."""
-        owns, lm = [self.state_of(state).layers[k] for state in states], self.lms[k]
+        layer_states, lm = [self.state_of(state).layers[k] for state in states], self.lms[k]
         texts = []
-        for state, own, count in zip(states, owns, counts, strict=True):
-            first = lm.length(own.slot) + 1 + k
+        for state, layer_state, count in zip(states, layer_states, counts, strict=True):
+            first = lm.length(layer_state.slot) + 1 + k
             texts.append(np.array(state.tokens[first : first + count], dtype=np.int64))
         return [
-            Segment(slot=own.slot, tokens=tokens, features=pending(own)[: len(tokens)], logits="none")
-            for own, tokens in zip(owns, upload(texts, lm.device), strict=True)
+            Segment(slot=layer_state.slot, tokens=tokens, features=pending(layer_state)[: len(tokens)], logits="none")
+            for layer_state, tokens in zip(layer_states, upload(texts, lm.device), strict=True)
         ]
 
     def _segments(
@@ -321,9 +330,9 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
             wanted: The logits of this many nodes are wanted, the last ones.
         """
         wholes = [self.state_of(state) for state in states]
-        late = [i for i, whole in enumerate(wholes) if 0 not in whole.layers[k].fed and whole.layers[k].num_pending]
-        counts = [wholes[i].layers[k].num_pending for i in late]
-        missed = dict(zip(late, self._missed([states[i] for i in late], k, counts), strict=True)) if late else {}
+        behind = [i for i, whole in enumerate(wholes) if 0 not in whole.layers[k].fed and whole.layers[k].num_pending]
+        counts = [wholes[i].layers[k].num_pending for i in behind]
+        missed = dict(zip(behind, self._missed([states[i] for i in behind], k, counts), strict=True)) if behind else {}
         read = [
             self._read_with(whole, k, number) for whole, numbers in zip(wholes, new, strict=True) for number in numbers
         ]
@@ -331,18 +340,18 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
         parts = behind_committed(missed, tokens, features, [len(numbers) for numbers in new])
         segments = []
         for i, (whole, (own_tokens, own_features)) in enumerate(zip(wholes, parts, strict=True)):
-            own, count = whole.layers[k], len(own_tokens) - len(new[i])
+            layer_state, count = whole.layers[k], len(own_tokens) - len(new[i])
             parents = list(range(-1, count - 1))
-            own.fed.setdefault(0, -1)
+            layer_state.fed.setdefault(0, -1)
             if i in missed:
-                own.fed[0], whole.waiting[k - 1] = count - 1, count
+                layer_state.fed[0], whole.waiting[k - 1] = count - 1, count
             for number in new[i]:
                 # A layer begins late: in a short text the parent may stand before its first position.
-                parents.append(own.fed.get(whole.nodes[number].parent, -1))
-                own.fed[number] = whole.waiting[k - 1] + len(own.fed) - 1
+                parents.append(layer_state.fed.get(whole.nodes[number].parent, -1))
+                layer_state.fed[number] = whole.waiting[k - 1] + len(layer_state.fed) - 1
             segments.append(
                 Segment(
-                    slot=own.slot,
+                    slot=layer_state.slot,
                     tokens=own_tokens,
                     parents=np.array(parents, dtype=np.int64),
                     features=own_features,
@@ -358,33 +367,40 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
         before = whole.layers[k if node.depth > k else k - 1]
         return node.token, before.head_output[node.parent]
 
-    def _valid(self, own: LayersState, length: int) -> list[tuple[int, int]]:
+    def _valid(self, drafter_state: LayersState, length: int) -> list[tuple[int, int]]:
         """For each layer, the positions in its slot and its pending features that a text with the same first `length`
         tokens can use.
 
         Layer k has position p in its slot at index p - k - 1. Layer k + 1 must have a pending feature of every position
         from its own newest one to the newest one of layer k.
         """
-        ends = [lm.length(each.slot) + k for k, (lm, each) in enumerate(zip(self.lms, own.layers, strict=True))]
+        read_to = [
+            lm.length(each.slot) + k for k, (lm, each) in enumerate(zip(self.lms, drafter_state.layers, strict=True))
+        ]
         newest: list[int] = []
-        for k, end in enumerate(ends):
+        for k, end in enumerate(read_to):
             newest.append(max(k, min(end, length - 1, newest[-1] + 1 if newest else end)))
-        for k in range(len(ends) - 1, 0, -1):
-            pending = own.layers[k].num_pending if newest[k] == ends[k] else 0
+        for k in range(len(read_to) - 1, 0, -1):
+            pending = drafter_state.layers[k].num_pending if newest[k] == read_to[k] else 0
             newest[k - 1] = min(newest[k - 1], newest[k] + pending - 1)
-        first = min(own.num_pending, length - ends[0]) if newest[0] == ends[0] else 0
+        first = min(drafter_state.num_pending, length - read_to[0]) if newest[0] == read_to[0] else 0
         left = [first, *(before + 1 - after for before, after in pairwise(newest))]
         return [(end - k, pending) for k, (end, pending) in enumerate(zip(newest, left, strict=True))]
 
     def _unfed(self, state: Running, k: int, nodes: Sequence[int]) -> list[int]:
         """The nodes, and those before them, that layer k has not read; parents first. Its first position is k + 1."""
-        found: set[int] = set()
-        own, anchor = self.state_of(state), len(state.tokens) - 1
+        unfed: set[int] = set()
+        drafter_state, anchor = self.state_of(state), len(state.tokens) - 1
         for node in nodes:
-            while node and node not in own.layers[k].fed and node not in found and anchor + own.nodes[node].depth > k:
-                found.add(node)
-                node = own.nodes[node].parent
-        return sorted(found)
+            while (
+                node
+                and node not in drafter_state.layers[k].fed
+                and node not in unfed
+                and anchor + drafter_state.nodes[node].depth > k
+            ):
+                unfed.add(node)
+                node = drafter_state.nodes[node].parent
+        return sorted(unfed)
 
 
 @dataclass(frozen=True, kw_only=True)

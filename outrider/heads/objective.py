@@ -147,10 +147,10 @@ class HeadObjective(Learner):
 
     def record(self, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The config and the tensors that are written."""
-        found: tuple[dict[str, Any], dict[str, Tensor]] = self.head.record(
+        written: tuple[dict[str, Any], dict[str, Tensor]] = self.head.record(
             self.shape, dtype, str(self.context.target.name_or_path)
         )
-        return found
+        return written
 
     def write(self, folder: Path) -> None:
         """Write the head as a user loads it."""
@@ -284,8 +284,8 @@ class GuessObjective(HeadObjective):
     @property
     def ids(self) -> Int[Tensor, " width"] | None:
         """The tokens that the head can guess; None: all."""
-        found: Tensor | None = getattr(self.head, "ids", None)
-        return found
+        ids: Tensor | None = getattr(self.head, "ids", None)
+        return ids
 
     def last_states(self, batch: TrainBatch) -> Float[Tensor, "rows length hidden"]:
         """The target's last hidden states, normed: what its output layer reads."""

@@ -191,13 +191,13 @@ class ParallelHead(FeatureHead):
         mask: Bool[Tensor, "rows 1 width keys"],
         cache: KVCache,
     ) -> Float[Tensor, "rows width hidden"]:
-        given = features
+        inputs = features
         if self.form == "eagle":
-            given = torch.cat([self.embed(tokens.clamp_min(0), features), features], -1)
+            inputs = torch.cat([self.embed(tokens.clamp_min(0), features), features], -1)
         if self.num_slots:
             masked = self.slots[(-1 - tokens).clamp_min(0)]
-            given = torch.where(tokens[..., None] < 0, masked, given)
-        hidden: Tensor = self.fc(given)
+            inputs = torch.where(tokens[..., None] < 0, masked, inputs)
+        hidden: Tensor = self.fc(inputs)
         rotary = self.rotary(hidden, positions)
         for layer in self.layers:
             hidden = layer(hidden, rotary, mask, cache)
@@ -231,9 +231,9 @@ class PEagleHead(Eagle3Head):
     @classmethod
     def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "PEagleHead":
         path, config = checkpoint.path, checkpoint.config
-        told = trained if isinstance(trained, TrainedParallel) else TrainedParallel(spec=SPEC, path=path)
+        hints = trained if isinstance(trained, TrainedParallel) else TrainedParallel(spec=SPEC, path=path)
         key = next((name for name in MASK_IDS if config.get(name) is not None), MASK_IDS[0])
-        if config.get(key) is None and told.mask_token_id is None:
+        if config.get(key) is None and hints.mask_token_id is None:
             raise InputError(
                 f"the config of the P-EAGLE head in {path} does not say which token stands for an unknown one; say it "
                 f"with {MASK_IDS[0]}=..."
@@ -245,10 +245,10 @@ class PEagleHead(Eagle3Head):
         if config.get("speculators_model_type") == PEAGLE:
             config = {**config, "speculators_model_type": SPECULATORS}
         inner = Eagle3Head.load(replace(checkpoint, own_config=config, own_tensors=kept), target, trained)
-        mask_id = size_in(config, key, path, default=told.mask_token_id, least=0)
+        mask_id = size_in(config, key, path, default=hints.mask_token_id, least=0)
         if tuple(hidden.shape) != (1, 1, inner.fc.in_features) or mask_id >= inner.sizes.vocab_size:
             raise InputError(f"mask_hidden or mask_token_id of the P-EAGLE head in {path} does not fit it")
-        num_slots = _num_slots(config, path) if told.slots is None else told.slots
+        num_slots = _num_slots(config, path) if hints.slots is None else hints.slots
         if num_slots is None:
             raise InputError(
                 f"the config of the P-EAGLE head in {path} does not say how many tokens it drafts; add slots=N "
@@ -276,8 +276,8 @@ class PEagleHead(Eagle3Head):
         cache: KVCache,
     ) -> Float[Tensor, "rows width hidden"]:
         slots = tokens < 0
-        given = torch.where(slots[..., None], self.fuse(self.mask_hidden), features)
-        return super().forward(torch.where(slots, self.mask_id, tokens), given, positions, mask, cache)
+        inputs = torch.where(slots[..., None], self.fuse(self.mask_hidden), features)
+        return super().forward(torch.where(slots, self.mask_id, tokens), inputs, positions, mask, cache)
 
 
 @dataclass(kw_only=True)
@@ -326,18 +326,18 @@ class ParallelDrafter(MarginalDrafter, FeatureDrafter[ParallelState]):
         blocks = self.lm.extend(segments).logits.split(list(depths))
         self.lm.commit({pair.slot: range(len(pair.tokens)) for pair in pairs})
         for state, pair, block in zip(states, pairs, blocks, strict=True):
-            own = self.state_of(state)
-            own.forget(len(pair.tokens))
-            own.block = block
+            drafter_state = self.state_of(state)
+            drafter_state.forget(len(pair.tokens))
+            drafter_state.block = block
         return Guess(logits=torch.stack([block[0] for block in blocks]), short_list=self.short_list)
 
     def guessed(self, state: Running) -> Float[Tensor, "depth vocab"] | None:
         return self.state_of(state).block
 
     def on_tables(self, vocab_size: int, seed: int) -> "ParallelDrafter":
-        made = super().on_tables(vocab_size, seed)
+        tables = super().on_tables(vocab_size, seed)
         slots = tuple(i % vocab_size for i in range(len(self.slots)))
-        return replace(self, lm=made.lm, reads=made.reads, short_list=None, slots=slots)
+        return replace(self, lm=tables.lm, reads=tables.reads, short_list=None, slots=slots)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,13 +395,13 @@ class ParallelObjective(FeatureObjective):
         at = on_device(self.groups(batch).at.numpy(), batch.tokens.device)
         nothing = features.new_zeros(*at.shape, features.shape[-1])
         seen = (places <= at[..., None])[:, None]
-        own = torch.eye(at.shape[1], dtype=torch.bool, device=at.device).expand(rows, 1, -1, -1)
+        eye = torch.eye(at.shape[1], dtype=torch.bool, device=at.device).expand(rows, 1, -1, -1)
         for number in range(1, count):
-            seen = torch.cat([seen, own], -1)
+            seen = torch.cat([seen, eye], -1)
             slots = torch.full_like(at, -number)
-            found = self.head(slots, nothing, at + number, seen, kept)
-            whole = found.new_zeros(rows, length + 1, found.shape[-1])
-            yield whole.scatter(1, at[..., None].expand_as(found), found)[:, :length]
+            output = self.head(slots, nothing, at + number, seen, kept)
+            whole = output.new_zeros(rows, length + 1, output.shape[-1])
+            yield whole.scatter(1, at[..., None].expand_as(output), output)[:, :length]
 
     def groups(self, batch: TrainBatch) -> Groups:
         """The groups of a step: some of the places whose next guess is learnt, or all places."""
@@ -416,8 +416,8 @@ class ParallelObjective(FeatureObjective):
             drawn.append(np.sort(dice.permutation(places)[: self.options.num_groups]))
         most = max(1, *(len(each) for each in drawn))
         at = np.stack([np.pad(each, (0, most - len(each)), constant_values=length) for each in drawn])
-        found = torch.from_numpy(at)
-        return Groups(at=found, real=found < length)
+        starts = torch.from_numpy(at)
+        return Groups(at=starts, real=starts < length)
 
     def places(self, batch: TrainBatch, number: int) -> LearntPositions:
         """All places for the first guess, and those of the groups for the others."""

@@ -111,22 +111,22 @@ class PossHead(Head):
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> Any:
-        told = trained.stride if isinstance(trained, TrainedPoss) else None
+        stride_hint = trained.stride if isinstance(trained, TrainedPoss) else None
         path, config = checkpoint.path, checkpoint.config
-        if config.get(STRIDE) is None and told is None:
+        if config.get(STRIDE) is None and stride_hint is None:
             raise InputError(
                 f"the config of {path} does not say how many draft steps each specialist takes; add stride=1, 2 or 3 "
                 "behind the path, as in poss:path=...,stride=3"
             )
-        stride = size_in(config, STRIDE, path, default=told, most=MOST_COUNT)
+        stride = size_in(config, STRIDE, path, default=stride_hint, most=MOST_COUNT)
         shared: dict[str, Tensor] = {}
         further: dict[int, dict[str, Tensor]] = {}
         for name, tensor in checkpoint.tensors().items():
-            found = LAYER.fullmatch(name)
-            if found is None or found[1] == "0":
+            match = LAYER.fullmatch(name)
+            if match is None or match[1] == "0":
                 shared[name] = tensor
             elif not name.endswith("rotary_emb.inv_freq"):
-                further.setdefault(int(found[1]), {})[found[2]] = tensor
+                further.setdefault(int(match[1]), {})[match[2]] = tensor
         if "transformer_layer_config" not in config:
             config = {**config, "num_hidden_layers": 1}
         fused = any(name.endswith("layers.0.hidden_norm.weight") for name in shared)
@@ -137,7 +137,11 @@ class PossHead(Head):
         head.specialise(1 + len(further), stride)
         places = {str(i): cast(nn.ModuleList, layers)[0] for i, layers in enumerate(head.specialists, start=1)}
         ordered = [further[number] for number in sorted(further)]
-        named = {f"layers.{i}.{name}": tensor for i, own in enumerate(ordered, start=1) for name, tensor in own.items()}
+        named = {
+            f"layers.{i}.{name}": tensor
+            for i, layer_tensors in enumerate(ordered, start=1)
+            for name, tensor in layer_tensors.items()
+        }
         load_into(nn.ModuleDict({"layers": nn.ModuleDict(places)}), named, path)
         return head
 
@@ -221,24 +225,24 @@ class PossDrafter(FeatureDrafter[PossState]):
         return PossState(slot=self.lm.open(), further=[FeatureState(slot=lm.open()) for lm in self.further])
 
     def close(self, state: object) -> None:
-        for lm, own in zip(self.lms, self.checked(state).all(), strict=True):
-            lm.release(own.slot)
+        for lm, feature_state in zip(self.lms, self.checked(state).all(), strict=True):
+            lm.release(feature_state.slot)
 
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
         features = self.features(observed.taps)
         for number, lm in enumerate(self.lms):
-            owns = [self.state_of(state).all()[number] for state in states]
-            many = append_features(lm, owns, features, observed.offsets)
+            feature_states = [self.state_of(state).all()[number] for state in states]
+            many = append_features(lm, feature_states, features, observed.offsets)
             if many:
-                counts = [owns[i].num_pending - 1 for i in many]
-                read(lm, next_pairs(lm, [owns[i] for i in many], [states[i] for i in many], counts, "none"))
+                counts = [feature_states[i].num_pending - 1 for i in many]
+                read(lm, next_pairs(lm, [feature_states[i] for i in many], [states[i] for i in many], counts, "none"))
                 for i, count in zip(many, counts, strict=True):
-                    owns[i].forget(count)
+                    feature_states[i].forget(count)
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         guess = super().begin(states, depths)
-        for own in map(self.state_of, states):
-            own.fed, own.above, own.tokens = {0: -1}, {}, {}
+        for drafter_state in map(self.state_of, states):
+            drafter_state.fed, drafter_state.above, drafter_state.tokens = {0: -1}, {}, {}
         return guess
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
@@ -266,30 +270,30 @@ class PossDrafter(FeatureDrafter[PossState]):
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         super().commit(states, paths)
         for number, lm in enumerate(self.further, start=1):
-            reached = [own for state in states if (own := self.state_of(state).all()[number]).fed]
-            lm.commit({own.slot: range(own.fed[0] + 1) for own in reached})
-            for own in reached:
-                own.forget(own.fed[0] + 1)
-                own.fed = {}
+            reached = [feature_state for state in states if (feature_state := self.state_of(state).all()[number]).fed]
+            lm.commit({feature_state.slot: range(feature_state.fed[0] + 1) for feature_state in reached})
+            for feature_state in reached:
+                feature_state.forget(feature_state.fed[0] + 1)
+                feature_state.fed = {}
 
     def needs(self, state: object, length: int) -> int:
-        own = self.checked(state)
+        drafter_state = self.checked(state)
         # What all specialists can go on from.
-        return min(needed(lm, each, length) for lm, each in zip(self.lms, own.all(), strict=True))
+        return min(needed(lm, each, length) for lm, each in zip(self.lms, drafter_state.all(), strict=True))
 
     def reuse(self, state: object, request: Request, length: int) -> PossState:
-        own, first = self.checked(state), self.needs(state, length)
+        drafter_state, first = self.checked(state), self.needs(state, length)
         kept = []
-        for lm, each in zip(self.lms, own.all(), strict=True):
+        for lm, each in zip(self.lms, drafter_state.all(), strict=True):
             pending = pending_of(lm, each, first)
             lm.truncate(each.slot, min(lm.length(each.slot), first, max(0, length - 1)))
             kept.append(FeatureState(slot=each.slot, pending_features=pending))
         return PossState(slot=kept[0].slot, pending_features=kept[0].pending_features, further=kept[1:])
 
     def fork(self, state: object, request: Request, length: int) -> PossState:
-        own, first = self.checked(state), self.needs(state, length)
+        drafter_state, first = self.checked(state), self.needs(state, length)
         kept = []
-        for lm, each in zip(self.lms, own.all(), strict=True):
+        for lm, each in zip(self.lms, drafter_state.all(), strict=True):
             slot = lm.copy(each.slot, min(lm.length(each.slot), first, max(0, length - 1)))
             kept.append(FeatureState(slot=slot, pending_features=pending_of(lm, each, first)))
         return PossState(slot=kept[0].slot, pending_features=kept[0].pending_features, further=kept[1:])
@@ -311,25 +315,28 @@ class PossDrafter(FeatureDrafter[PossState]):
     def _segments(self, number: int, groups: Sequence[tuple[Running, list[int]]]) -> list[Segment]:
         """What a specialist must read of each request to guess after some nodes. Their logits are wanted."""
         lm, drafts = self.lms[number], [self.state_of(state) for state, _ in groups]
-        owns = [draft.all()[number] for draft in drafts]
+        feature_states = [draft.all()[number] for draft in drafts]
         committed = self._committed(number, [state for state, _ in groups])
         lacking = [
-            [*_unfed(draft, own, nodes), *nodes] for draft, own, (_, nodes) in zip(drafts, owns, groups, strict=True)
+            [*_unfed(draft, feature_state, nodes), *nodes]
+            for draft, feature_state, (_, nodes) in zip(drafts, feature_states, groups, strict=True)
         ]
         new = [(draft, node) for draft, nodes in zip(drafts, lacking, strict=True) for node in nodes]
         tokens = torch.stack([draft.tokens[node] for draft, node in new]).to(lm.device, non_blocking=True)
         features = self.next_feature(torch.stack([draft.head_output[draft.above[node]] for draft, node in new]))
         segments = []
         parts = behind_committed(committed, tokens, features, [len(nodes) for nodes in lacking])
-        for i, (draft, own, nodes, (_, wanted)) in enumerate(zip(drafts, owns, lacking, groups, strict=True)):
+        for i, (draft, feature_state, nodes, (_, wanted)) in enumerate(
+            zip(drafts, feature_states, lacking, groups, strict=True)
+        ):
             own_tokens, own_features = parts[i]
             parents = list(range(-1, len(own_tokens) - len(nodes) - 1))
             for node in nodes:
-                parents.append(own.fed[draft.above[node]])
-                own.fed[node] = own.fed[0] + len(own.fed)
+                parents.append(feature_state.fed[draft.above[node]])
+                feature_state.fed[node] = feature_state.fed[0] + len(feature_state.fed)
             segments.append(
                 Segment(
-                    slot=own.slot,
+                    slot=feature_state.slot,
                     tokens=own_tokens,
                     parents=np.array(parents),
                     logits=len(wanted),
@@ -342,14 +349,14 @@ class PossDrafter(FeatureDrafter[PossState]):
         """The committed pairs of the requests whose draft reaches a specialist for the first time, by their places.
         Notes the pending number of the newest of them.
         """
-        owns = [self.state_of(state).all()[number] for state in states]
-        new = [i for i, own in enumerate(owns) if 0 not in own.fed]
+        feature_states = [self.state_of(state).all()[number] for state in states]
+        new = [i for i, feature_state in enumerate(feature_states) if 0 not in feature_state.fed]
         if not new:
             return {}
-        counts = [owns[i].num_pending for i in new]
+        counts = [feature_states[i].num_pending for i in new]
         for i, count in zip(new, counts, strict=True):
-            owns[i].fed[0] = count - 1
-        pairs = next_pairs(self.lms[number], [owns[i] for i in new], [states[i] for i in new], counts, "last")
+            feature_states[i].fed[0] = count - 1
+        pairs = next_pairs(self.lms[number], [feature_states[i] for i in new], [states[i] for i in new], counts, "last")
         return dict(zip(new, pairs, strict=True))
 
     def _by_owner(self, states: Sequence[Running], frontier: Frontier) -> Iterator[tuple[Running, list[int]]]:
@@ -358,9 +365,9 @@ class PossDrafter(FeatureDrafter[PossState]):
         starts = np.flatnonzero(np.diff(frontier.owners, prepend=-1)).tolist()
         for first, end in zip(starts, [*starts[1:], len(nodes)], strict=True):
             state = states[int(frontier.owners[first])]
-            own = self.state_of(state)
-            own.above |= dict(zip(nodes[first:end], above[first:end], strict=True))
-            own.tokens |= dict(zip(nodes[first:end], frontier.tokens[first:end].unbind(0), strict=True))
+            drafter_state = self.state_of(state)
+            drafter_state.above |= dict(zip(nodes[first:end], above[first:end], strict=True))
+            drafter_state.tokens |= dict(zip(nodes[first:end], frontier.tokens[first:end].unbind(0), strict=True))
             yield state, nodes[first:end]
 
 
@@ -389,7 +396,7 @@ class PossObjective(FeatureObjective):
     def record(self, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """As the trunk is written, with layers 1, 2, ... for the further specialists."""
         config, tensors = super().record(dtype)
-        named = {_renamed(own): tensor for own, tensor in tensors.items()}
+        named = {_renamed(name): tensor for name, tensor in tensors.items()}
         return {**config, "architectures": ["PossHead"], KIND: NAME, STRIDE: self.head.stride}, named
 
 
@@ -412,20 +419,20 @@ def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
     return "fc.weight" in bare and "layers.0.mlp.up_proj.weight" in bare and has_specialists(bare)
 
 
-def _unfed(draft: PossState, own: FeatureState, nodes: Sequence[int]) -> list[int]:
+def _unfed(draft: PossState, feature_state: FeatureState, nodes: Sequence[int]) -> list[int]:
     """The nodes above some nodes that a specialist has not read yet, parents first."""
-    found: set[int] = set()
+    unfed: set[int] = set()
     for node in nodes:
         above = draft.above[node]
-        while above not in own.fed and above not in found:
-            found.add(above)
+        while above not in feature_state.fed and above not in unfed:
+            unfed.add(above)
             above = draft.above[above]
-    return sorted(found)
+    return sorted(unfed)
 
 
 def _renamed(name: str) -> str:
     """The name of a tensor in files: `specialists.0.0.mlp` is `layers.1.mlp` there."""
-    return re.sub(r"^specialists\.(\d+)\.0\.", lambda found: f"layers.{int(found[1]) + 1}.", name)
+    return re.sub(r"^specialists\.(\d+)\.0\.", lambda match: f"layers.{int(match[1]) + 1}.", name)
 
 
 SPEC = HeadSpec(

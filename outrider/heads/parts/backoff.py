@@ -66,13 +66,13 @@ class BackoffModel:
             >>> model.score(np.array([[1]]), np.arange(4)[None]).round(2).tolist()
             [[-4.32, -2.93, -0.45, -1.23]]
         """
-        found = self.logs[0][tokens].astype(np.float64)
+        scores = self.logs[0][tokens].astype(np.float64)
         for length in range(1, min(self.order, contexts.shape[1] + 1)):
             place = self._place(contexts[:, contexts.shape[1] - length :])[:, None]
             rest = np.where(place >= 0, self._at(self.rests[length - 1], place), 0.0)
             at = self._find(length - 1, place, tokens)
-            found = np.where(at >= 0, self._at(self.logs[length], at), rest + found)
-        return found
+            scores = np.where(at >= 0, self._at(self.logs[length], at), rest + scores)
+        return scores
 
     @classmethod
     def count(

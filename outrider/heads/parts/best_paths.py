@@ -69,21 +69,21 @@ def best_paths(
     """
     width = 0 if model is None or not mu else model.order - 1
     tail = np.array(context[max(0, len(context) - width) :] if width else (), dtype=np.int64)
-    ends = np.full((1, width), -1)
-    ends[0, width - len(tail) :] = tail
-    found, sums = np.zeros((1, 0), dtype=np.int64), np.zeros(1)
-    for row, own in zip(tokens, scores, strict=True):
-        grown = sums[:, None] + own
+    contexts = np.full((1, width), -1)
+    contexts[0, width - len(tail) :] = tail
+    paths, sums = np.zeros((1, 0), dtype=np.int64), np.zeros(1)
+    for row, row_scores in zip(tokens, scores, strict=True):
+        grown = sums[:, None] + row_scores
         if model is not None and mu:
-            grown = grown + mu * model.score(ends, np.broadcast_to(row, grown.shape))
+            grown = grown + mu * model.score(contexts, np.broadcast_to(row, grown.shape))
         order = np.argsort(-grown.ravel(), kind="stable")
         above, choice = np.divmod(order, len(row))
-        after = np.concatenate([ends[above], row[choice, None]], 1)[:, 1:]
+        after = np.concatenate([contexts[above], row[choice, None]], 1)[:, 1:]
         kept = np.flatnonzero(_rank(after) < count)[: max(beam, count)]
         above, choice = above[kept], choice[kept]
-        found = np.concatenate([found[above], row[choice, None]], 1)
-        ends, sums = after[kept], grown[above, choice]
-    return BestPaths(tokens=found[:count], scores=sums[:count])
+        paths = np.concatenate([paths[above], row[choice, None]], 1)
+        contexts, sums = after[kept], grown[above, choice]
+    return BestPaths(tokens=paths[:count], scores=sums[:count])
 
 
 def _rank(rows: Int[np.ndarray, "n width"]) -> Int[np.ndarray, " n"]:

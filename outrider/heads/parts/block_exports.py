@@ -22,7 +22,7 @@ SCALE = "input_embedding_scale"
 
 
 def exported_config(
-    config: BlockConfig, engine: str, target: TargetShape, name: str, own: Mapping[str, Any] = NOTHING
+    config: BlockConfig, engine: str, target: TargetShape, name: str, extra: Mapping[str, Any] = NOTHING
 ) -> dict[str, Any]:
     """The config file that an engine reads.
 
@@ -31,7 +31,7 @@ def exported_config(
 
     Args:
         name: Public name of the target.
-        own: What `dflash_config` says of the sizes that the kind of head has alone.
+        extra: What `dflash_config` says of the sizes that the kind of head has alone.
 
     Raises:
         InputError: The engine does not know such a head.
@@ -60,19 +60,19 @@ def exported_config(
         return speculators_config(config, name)
     if engine == "llama.cpp" and config.method == "dspark":
         return speculators_config(config, name)
-    return native_layout(config, target, own)
+    return native_layout(config, target, extra)
 
 
-def native_layout(config: BlockConfig, target: TargetShape, own: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
+def native_layout(config: BlockConfig, target: TargetShape, extra: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
     """The config file in the layout of the authors.
 
     Args:
-        own: As for `exported_config`.
+        extra: As for `exported_config`.
 
     Raises:
         InputError: The layout cannot describe the head.
     """
-    if config.embedding_scale != 1 and SCALE not in own:
+    if config.embedding_scale != 1 and SCALE not in extra:
         raise InputError(f"no other engine scales the embeddings that a {config.method} head reads, and this one does")
     if not all(0 < tap < target.num_layers for tap in config.taps):
         raise InputError(
@@ -84,9 +84,9 @@ def native_layout(config: BlockConfig, target: TargetShape, own: Mapping[str, An
         "target_layer_ids": [tap - 1 for tap in config.taps],
         "block_size": config.block_size,
         "num_target_layers": target.num_layers,
-        **own,
+        **extra,
     }
-    found = {
+    layout = {
         **described(config.layers),
         "architectures": [NATIVE.get(config.method, DFLASH)],
         "block_size": config.block_size,
@@ -99,7 +99,7 @@ def native_layout(config: BlockConfig, target: TargetShape, own: Mapping[str, An
     causal = {sight.causal for sight in config.sights or (AttentionSpan(),)}
     if len(causal) == 1:
         # Two keys for one thing: engines differ in which they read.
-        found["is_causal"] = inner["causal"] = causal == {True}
+        layout["is_causal"] = inner["causal"] = causal == {True}
     elif any(sight.causal != (sight.window is not None) for sight in config.sights):
         raise InputError(
             "the authors' layout has heads whose layers with a window are causal and whose other layers are not, or "
@@ -107,11 +107,11 @@ def native_layout(config: BlockConfig, target: TargetShape, own: Mapping[str, An
         )
     if config.method == "dspark":
         reads = config.confidence
-        found |= {
+        layout |= {
             "markov_rank": config.markov_rank,
             "markov_head_type": config.markov,
             "enable_confidence_head": reads is not None,
             "confidence_head_with_markov": reads == "markov",
         }
         inner["projector_type"] = "dspark"
-    return found
+    return layout

@@ -175,7 +175,7 @@ class CheckpointHints:
     shift_label: bool | None = None
 
 
-def method_of(found: Mapping[str, Any]) -> Method | None:
+def method_of(config: Mapping[str, Any]) -> Method | None:
     """Which head a config describes; None if it is none of these.
 
     A DFlash file that says that all its layers are causal is a JetSpec head.
@@ -184,23 +184,23 @@ def method_of(found: Mapping[str, Any]) -> Method | None:
         >>> method_of({"speculators_model_type": "dspark"}), method_of({"architectures": ["DFlashDraftModel"]})
         ('dspark', 'dflash')
     """
-    if found.get("model_type") in ASSISTANTS:
+    if config.get("model_type") in ASSISTANTS:
         return "dflash"
-    named = found.get("speculators_model_type")
+    named = config.get("speculators_model_type")
     if named is None:
-        inner = _inner(found)
-        projector, architectures = inner.get("projector_type"), found.get("architectures") or [None]
+        inner = _inner(config)
+        projector, architectures = inner.get("projector_type"), config.get("architectures") or [None]
         named = PROJECTORS.get(projector) if isinstance(projector, str) else None
         named = named or AUTHORS.get(architectures[0])
         if named == "dflash" and any(inner.get(key) is not None for key in LATER):
             named = "dflash2"
-        if named == "dflash" and _words_on_causality(found, inner) == {True}:
+        if named == "dflash" and _words_on_causality(config, inner) == {True}:
             named = "jetspec"
     return cast(Method, named) if named in get_args(Method) else None
 
 
 def block_config(
-    found: Mapping[str, Any], path: str, hints: CheckpointHints, own_keys: Collection[str] = ()
+    config: Mapping[str, Any], path: str, hints: CheckpointHints, own_keys: Collection[str] = ()
 ) -> BlockConfig:
     """The sizes of the head that a config describes.
 
@@ -211,16 +211,16 @@ def block_config(
     Raises:
         InputError: It describes no such head, lacks something, or leaves open what only the user can say.
     """
-    method = method_of(found)
+    method = method_of(config)
     if method is None:
         raise InputError(f"config.json of {path} describes no head of {', '.join(get_args(Method))}")
-    _refuse_others(found, method, path, own_keys)
+    _refuse_others(config, method, path, own_keys)
     try:
-        if found.get("model_type") in ASSISTANTS:
-            return _assistant(found, path)
-        if "speculators_model_type" in found:
-            return _speculators(found, path, method, hints)
-        return _authors(found, path, method, hints)
+        if config.get("model_type") in ASSISTANTS:
+            return _assistant(config, path)
+        if "speculators_model_type" in config:
+            return _speculators(config, path, method, hints)
+        return _authors(config, path, method, hints)
     except (AttributeError, KeyError, TypeError) as error:
         raise InputError(f"config.json of {path} does not describe a {method} head: {short(error)}") from error
 
@@ -237,20 +237,20 @@ def with_tensors(
     Raises:
         InputError: The tokens that the head knows are not the target's.
     """
-    found = _renamed(tensors, config)
-    output, embedding = found.get("lm_head.weight"), found.get("embed_tokens.weight")
-    if output is None or (len(output) >= vocab_size and not found.get("d2t", torch.zeros(1)).any()):
+    renamed = _renamed(tensors, config)
+    output, embedding = renamed.get("lm_head.weight"), renamed.get("embed_tokens.weight")
+    if output is None or (len(output) >= vocab_size and not renamed.get("d2t", torch.zeros(1)).any()):
         # All tokens, at their own places.
-        found.pop("d2t", None)
+        renamed.pop("d2t", None)
     config = replace(
         config,
         num_outputs=None if output is None else len(output),
         num_embeddings=None if embedding is None else len(embedding),
-        listed="d2t" in found,
-        confidence=_confidence(config, found),
+        listed="d2t" in renamed,
+        confidence=_confidence(config, renamed),
     )
-    _check(config, found, path, vocab_size)
-    return config, found
+    _check(config, renamed, path, vocab_size)
+    return config, renamed
 
 
 def speculators_config(config: BlockConfig, target: str) -> dict[str, Any]:
@@ -274,13 +274,13 @@ def speculators_config(config: BlockConfig, target: str) -> dict[str, Any]:
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    own: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     if config.method == "dflare":
-        own = {"use_heterogeneous_kv": config.separate_context_kv}
+        extra = {"use_heterogeneous_kv": config.separate_context_kv}
     elif config.method == "dspark":
-        own = {"markov_rank": config.markov_rank, "markov_head_type": config.markov}
+        extra = {"markov_rank": config.markov_rank, "markov_head_type": config.markov}
         reads = config.confidence
-        own |= {"enable_confidence_head": reads is not None, "confidence_head_with_markov": reads == "markov"}
+        extra |= {"enable_confidence_head": reads is not None, "confidence_head_with_markov": reads == "markov"}
     return {
         "architectures": [SPECULATORS[config.method]],
         "speculators_model_type": config.method,
@@ -293,7 +293,7 @@ def speculators_config(config: BlockConfig, target: str) -> dict[str, Any]:
         "sample_from_anchor": config.from_anchor,
         # vLLM takes false for causal layers without windows too.
         "sliding_window_non_causal": windows != {True},
-        **own,
+        **extra,
         "transformer_layer_config": _written_layers(config),
         "speculators_config": {
             "algorithm": config.method,
@@ -304,18 +304,18 @@ def speculators_config(config: BlockConfig, target: str) -> dict[str, Any]:
     }
 
 
-def native_config(config: BlockConfig, own: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+def native_config(config: BlockConfig, extra: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """The config file of a head in the layout of its authors, which vLLM reads too.
 
     Args:
-        own: What `dflash_config` says beside what all heads say there.
+        extra: What `dflash_config` says beside what all heads say there.
         num_layers: The target's.
 
     Raises:
         InputError: The layout cannot describe the head.
     """
     causal = {sight.causal for sight in config.sights or (AttentionSpan(),)}
-    scaled = config.embedding_scale != 1 and "input_embedding_scale" not in own
+    scaled = config.embedding_scale != 1 and "input_embedding_scale" not in extra
     if len(causal) > 1 or scaled or 0 in config.taps:
         raise InputError(
             f"the {config.method} head cannot be written in the layout of its authors, which has layers that are all "
@@ -329,7 +329,7 @@ def native_config(config: BlockConfig, own: Mapping[str, Any], num_layers: int) 
         "causal": causal == {True},
         **({"causal_head": True} if config.method == "jetspec" else {}),
         **({"sample_from_anchor": True} if config.from_anchor and config.method != "domino" else {}),
-        **own,
+        **extra,
     }
     return {
         **_written_layers(config),
@@ -359,98 +359,98 @@ def _written_layers(config: BlockConfig) -> dict[str, Any]:
     return layers
 
 
-def _speculators(found: Mapping[str, Any], path: str, method: Method, hints: CheckpointHints) -> BlockConfig:
+def _speculators(config: Mapping[str, Any], path: str, method: Method, hints: CheckpointHints) -> BlockConfig:
     """A head of the `speculators` layout. Its tap k is the state that enters layer k."""
-    layers = _layers(nested(found, "transformer_layer_config", path), path)
-    block = size(found, "block_size", path, default=8, least=2, most=MOST_COUNT)
+    layers = _layers(nested(config, "transformer_layer_config", path), path)
+    block = size(config, "block_size", path, default=8, least=2, most=MOST_COUNT)
     return BlockConfig(
         method=method,
         layers=layers,
         block_size=block,
-        mask_id=_mask_id(found, path, hints),
-        taps=_taps(found.get("aux_hidden_state_layer_ids"), 0, path),
-        target_size=size(found, "target_hidden_size", path, default=layers.hidden_size),
-        from_anchor=_from_anchor(found, found, method, block, path, hints),
-        sights=_sights_of_speculators(found, layers, path, hints),
-        separate_context_kv=method == "dflare" and bool(found.get("use_heterogeneous_kv", True)),
-        markov=_markov(found, path),
-        markov_rank=_rank(found, method, path),
+        mask_id=_mask_id(config, path, hints),
+        taps=_taps(config.get("aux_hidden_state_layer_ids"), 0, path),
+        target_size=size(config, "target_hidden_size", path, default=layers.hidden_size),
+        from_anchor=_from_anchor(config, config, method, block, path, hints),
+        sights=_sights_of_speculators(config, layers, path, hints),
+        separate_context_kv=method == "dflare" and bool(config.get("use_heterogeneous_kv", True)),
+        markov=_markov(config, path),
+        markov_rank=_rank(config, method, path),
     )
 
 
-def _authors(found: Mapping[str, Any], path: str, method: Method, hints: CheckpointHints) -> BlockConfig:
+def _authors(config: Mapping[str, Any], path: str, method: Method, hints: CheckpointHints) -> BlockConfig:
     """A head of an author's layout. Its layer k is the output of layer k, which enters layer k + 1."""
-    inner = _inner(found)
-    said = {**found, **inner}
-    if said.get("attention_sink_bias"):
+    inner = _inner(config)
+    merged = {**config, **inner}
+    if merged.get("attention_sink_bias"):
         raise InputError(f"the head in {path} has attention sinks, which are not supported")
-    layers = _layers(found, path)
-    taps = _taps(said.get("target_layer_ids"), 1, path)
-    if found.get("num_target_layers") in taps and TARGET not in found:
+    layers = _layers(config, path)
+    taps = _taps(merged.get("target_layer_ids"), 1, path)
+    if config.get("num_target_layers") in taps and TARGET not in config:
         raise InputError(
             f"the head in {path} reads the output of the target's last layer, and its config does not say whether "
             "before or after the final norm; give a head that reads other layers"
         )
-    block = size(said, "block_size", path, default=16, least=2, most=MOST_COUNT)
+    block = size(merged, "block_size", path, default=16, least=2, most=MOST_COUNT)
     return BlockConfig(
         method=method,
         layers=layers,
         block_size=block,
-        mask_id=_mask_id(said, path, hints),
+        mask_id=_mask_id(merged, path, hints),
         taps=taps,
-        target_size=size(said, "target_hidden_size", path, default=layers.hidden_size),
-        from_anchor=_from_anchor(said, found, method, block, path, hints),
-        sights=_sights_of_authors(found, inner, layers, path, hints),
-        embedding_scale=factor(said, "input_embedding_scale", path),
+        target_size=size(merged, "target_hidden_size", path, default=layers.hidden_size),
+        from_anchor=_from_anchor(merged, config, method, block, path, hints),
+        sights=_sights_of_authors(config, inner, layers, path, hints),
+        embedding_scale=factor(merged, "input_embedding_scale", path),
         separate_context_kv=method == "dflare",
-        markov=_markov(said, path),
-        markov_rank=_rank(said, method, path),
-        unused_positions=1 if method == "domino" and _shifted(said, path, hints) else 0,
+        markov=_markov(merged, path),
+        markov_rank=_rank(merged, method, path),
+        unused_positions=1 if method == "domino" and _shifted(merged, path, hints) else 0,
     )
 
 
-def _assistant(found: Mapping[str, Any], path: str) -> BlockConfig:
+def _assistant(config: Mapping[str, Any], path: str) -> BlockConfig:
     """An assistant of Muse Glimmer, whose file leaves out what is the default of its class. It has no vocabulary of its
     own. Its layers with a window w see positions up to a distance of w, as their masks in transformers say.
     """
     try:
-        own = AutoConfig.for_model(**{key: value for key, value in found.items() if key not in _OF_FILES})
+        assistant = AutoConfig.for_model(**{key: value for key, value in config.items() if key not in _OF_FILES})
     except Exception as error:
         raise InputError(f"the config of the head in {path} is refused by transformers: {reason_of(error)}") from error
-    said = {name: getattr(own, name, None) for name in ("block_size", "mask_token_id", "sliding_window")}
+    sizes = {name: getattr(assistant, name, None) for name in ("block_size", "mask_token_id", "sliding_window")}
     same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     more = ("head_dim", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "hidden_act")
-    shared = {name: getattr(own, name) for name in (*same, *more)}
+    shared = {name: getattr(assistant, name) for name in (*same, *more)}
     layers = made_config("qwen3", {"vocab_size": 0, **shared}, path, least_vocab=0)
-    near = AttentionSpan(window=size(said, "sliding_window", path) + 1)
+    near = AttentionSpan(window=size(sizes, "sliding_window", path) + 1)
     return BlockConfig(
         method="dflash",
         layers=layers,
-        block_size=size(said, "block_size", path, least=2, most=MOST_COUNT),
-        mask_id=size(said, "mask_token_id", path, least=0),
-        taps=_taps(own.target_layer_ids, 1, path),
-        target_size=own.hidden_size,
-        sights=tuple(near if slides else AttentionSpan() for slides in _sliding(own, path)),
+        block_size=size(sizes, "block_size", path, least=2, most=MOST_COUNT),
+        mask_id=size(sizes, "mask_token_id", path, least=0),
+        taps=_taps(assistant.target_layer_ids, 1, path),
+        target_size=assistant.hidden_size,
+        sights=tuple(near if slides else AttentionSpan() for slides in _sliding(assistant, path)),
     )
 
 
-def _refuse_others(found: Mapping[str, Any], method: Method, path: str, own_keys: Collection[str]) -> None:
+def _refuse_others(config: Mapping[str, Any], method: Method, path: str, own_keys: Collection[str]) -> None:
     """Raise InputError for relatives that compute something else."""
-    inner = _inner(found)
-    said = {**found, **inner}
-    other = next((REFUSED[name] for name in found.get("architectures") or () if name in REFUSED), None)
+    inner = _inner(config)
+    merged = {**config, **inner}
+    other = next((REFUSED[name] for name in config.get("architectures") or () if name in REFUSED), None)
     if other is not None:
         raise InputError(
             f"the head in {path} is a {other} head, which is not supported; give a head of "
             f"{', '.join(get_args(Method))}"
         )
-    later = [key for key in LATER if said.get(key) is not None]
+    later = [key for key in LATER if merged.get(key) is not None]
     if later and method != "dflash2":
         raise InputError(f"the head in {path} is a DFlash 2 head (it has {later[0]}), and its config calls it {method}")
-    projector = said.get("projector_type")
+    projector = merged.get("projector_type")
     if projector not in (None, method) and PROJECTORS.get(projector) != method:
         raise InputError(f"the head in {path} has the projector {short(projector)}, which is not supported")
-    if said.get("shift_label") and method != "domino":
+    if merged.get("shift_label") and method != "domino":
         raise InputError(f"the head in {path} was trained with shift_label, which is not supported")
     strange = [key for key in inner if key not in INNER | set(own_keys) and inner[key] not in (None, False)]
     if strange:
@@ -460,44 +460,44 @@ def _refuse_others(found: Mapping[str, Any], method: Method, path: str, own_keys
         )
 
 
-def _inner(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner = found.get("dflash_config")
+def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("dflash_config")
     return inner if isinstance(inner, Mapping) else {}
 
 
-def _layers(given: Any, path: str) -> PreTrainedConfig:
+def _layers(config: Any, path: str) -> PreTrainedConfig:
     """The config of the decoder layers."""
-    kind = given.get("model_type", "qwen3")
+    kind = config.get("model_type", "qwen3")
     try:
         known = {*AutoConfig.for_model(kind).to_dict(), *ROTARY} - {"model_type", "architectures"}
     except Exception as error:
         raise InputError(f"config.json of {path} has layers of the type {short(kind)}, which are not known") from error
-    layers = made_config(kind, {key: value for key, value in given.items() if key in known}, path)
+    layers = made_config(kind, {key: value for key, value in config.items() if key in known}, path)
     if layers.hidden_act != "silu":
         raise InputError(f"the head in {path} has the activation {short(layers.hidden_act)}, and silu is supported")
-    if given.get("sliding_window") is not None:
+    if config.get("sliding_window") is not None:
         # A config class may drop it where `use_sliding_window` is not set.
-        layers.sliding_window = given["sliding_window"]
+        layers.sliding_window = config["sliding_window"]
     return layers
 
 
-def _taps(given: Any, later: int, path: str) -> tuple[int, ...]:
-    if not given:
+def _taps(layers: Any, later: int, path: str) -> tuple[int, ...]:
+    if not layers:
         raise InputError(f"config.json of {path} does not say which layers of the target the head reads")
-    return tuple(layer + later for layer in whole_numbers(given, "the list of the target's layers", path))
+    return tuple(layer + later for layer in whole_numbers(layers, "the list of the target's layers", path))
 
 
-def _mask_id(said: Mapping[str, Any], path: str, hints: CheckpointHints) -> int:
-    if said.get("mask_token_id") is None and hints.mask_token_id is None:
+def _mask_id(config: Mapping[str, Any], path: str, hints: CheckpointHints) -> int:
+    if config.get("mask_token_id") is None and hints.mask_token_id is None:
         raise InputError(
             f"config.json of {path} does not say which token stands for an unknown one; say it with mask_token_id=..."
         )
-    return size(said, "mask_token_id", path, default=hints.mask_token_id, least=0)
+    return size(config, "mask_token_id", path, default=hints.mask_token_id, least=0)
 
 
 def _from_anchor(
-    said: Mapping[str, Any],
-    found: Mapping[str, Any],
+    merged: Mapping[str, Any],
+    config: Mapping[str, Any],
     method: Method,
     block_size: int,
     path: str,
@@ -507,15 +507,15 @@ def _from_anchor(
     code that the file comes from.
     """
     if method == "domino":
-        return _shifted(said, path, hints)
-    given = _truth(said, "sample_from_anchor", path)
-    if given is not None:
-        return given
-    methods = nested(found, "speculators_config", path).get("proposal_methods") or [{}]
+        return _shifted(merged, path, hints)
+    value = _truth(merged, "sample_from_anchor", path)
+    if value is not None:
+        return value
+    methods = nested(config, "speculators_config", path).get("proposal_methods") or [{}]
     drafted = methods[0].get("speculative_tokens")
     if drafted in (block_size, block_size - 1):
         return bool(drafted == block_size)
-    if _is_deepspec(found):
+    if _is_deepspec(config):
         return True
     if method != "dspark":
         return False
@@ -527,99 +527,101 @@ def _from_anchor(
     return hints.sample_from_anchor
 
 
-def _shifted(said: Mapping[str, Any], path: str, hints: CheckpointHints) -> bool:
+def _shifted(config: Mapping[str, Any], path: str, hints: CheckpointHints) -> bool:
     """Whether a Domino head guesses from the anchor's position on."""
-    given = _truth(said, "shift_label", path)
-    given = hints.shift_label if given is None else given
-    if given is None:
+    value = _truth(config, "shift_label", path)
+    value = hints.shift_label if value is None else value
+    if value is None:
         raise InputError(
             f"config.json of {path} does not say shift_label, and published Domino heads differ in it; ask who trained "
             "the head, and say shift_label=true (position k of a block guesses the token k + 1 behind the anchor) or "
             "shift_label=false behind the path"
         )
-    return given
+    return value
 
 
 def _sights_of_speculators(
-    found: Mapping[str, Any], layers: PreTrainedConfig, path: str, hints: CheckpointHints
+    config: Mapping[str, Any], layers: PreTrainedConfig, path: str, hints: CheckpointHints
 ) -> tuple[AttentionSpan, ...]:
     """What each layer sees in the layout of `speculators`, whose own layers without a window are never causal."""
-    slides, both = _sliding(layers, path), _truth(found, "sliding_window_non_causal", path)
+    slides, both = _sliding(layers, path), _truth(config, "sliding_window_non_causal", path)
     if any(slides):
         causal = hints.causal if both is None else not both
         if causal is None:
-            said = "has no sliding_window_non_causal, which speculators takes for false and vLLM for true"
-            raise _open_question(path, said)
+            fact = "has no sliding_window_non_causal, which speculators takes for false and vLLM for true"
+            raise _open_question(path, fact)
         return _sights(slides, _window(layers, layers.sliding_window, path), inside=causal)
     if both is None or both:
         return ()
     # The default of speculators, which its windows alone read. vLLM takes it for the answer for all layers.
     if hints.causal is None:
-        said = "has sliding_window_non_causal false and no windows, which speculators ignores and vLLM does not"
-        raise _open_question(path, said)
+        fact = "has sliding_window_non_causal false and no windows, which speculators ignores and vLLM does not"
+        raise _open_question(path, fact)
     return _sights(slides, None, everywhere=hints.causal)
 
 
 def _sights_of_authors(
-    found: Mapping[str, Any], inner: Mapping[str, Any], layers: PreTrainedConfig, path: str, hints: CheckpointHints
+    config: Mapping[str, Any], inner: Mapping[str, Any], layers: PreTrainedConfig, path: str, hints: CheckpointHints
 ) -> tuple[AttentionSpan, ...]:
     """What each layer sees in an author's layout.
 
     `use_swa` gives every layer a window where no layer is named that has one, and changes nothing else. Without a word
     on it, layers that are named as having a window are causal, and all others see both ways.
     """
-    slides, causal = _sliding(layers, path), _causal(found, inner, path, hints)
+    slides, causal = _sliding(layers, path), _causal(config, inner, path, hints)
     named = any(slides)
     if _truth(inner, "use_swa", path) and not named:
         slides = [True] * len(slides)
     if not any(slides):
         return _sights(slides, None, everywhere=bool(causal))
-    own = getattr(layers, "sliding_window", None)
-    given = inner.get("swa_window_size")
-    if named and None not in (own, given) and given != own:
-        raise InputError(f"config.json of {path} names two windows: swa_window_size {given} and sliding_window {own}")
-    window = _window(layers, own if given is None else given, path)
+    outer_window = getattr(layers, "sliding_window", None)
+    inner_window = inner.get("swa_window_size")
+    if named and None not in (outer_window, inner_window) and inner_window != outer_window:
+        raise InputError(
+            f"config.json of {path} names two windows: swa_window_size {inner_window} and sliding_window {outer_window}"
+        )
+    window = _window(layers, outer_window if inner_window is None else inner_window, path)
     # So that the config says the same where it is written again.
     layers.sliding_window, layers.layer_types = window, [LAYER_TYPES[each] for each in slides]
     return _sights(slides, window, inside=named if causal is None else causal, everywhere=bool(causal))
 
 
-def _causal(found: Mapping[str, Any], inner: Mapping[str, Any], path: str, hints: CheckpointHints) -> bool | None:
+def _causal(config: Mapping[str, Any], inner: Mapping[str, Any], path: str, hints: CheckpointHints) -> bool | None:
     """Whether blocks are causal in all layers; None where an author's file has no word on it."""
-    for place, name in ((inner, "causal_head"), (inner, "causal"), (found, "is_causal")):
+    for place, name in ((inner, "causal_head"), (inner, "causal"), (config, "is_causal")):
         _truth(place, name, path)
-    said = _words_on_causality(found, inner)
-    if len(said) > 1:
+    words = _words_on_causality(config, inner)
+    if len(words) > 1:
         if hints.causal is None:
             raise _open_question(path, "says both that blocks are causal and that they are not")
         return hints.causal
-    if not said and _is_deepspec(found):
+    if not words and _is_deepspec(config):
         return False
-    return next(iter(said), None)
+    return next(iter(words), None)
 
 
-def _words_on_causality(found: Mapping[str, Any], inner: Mapping[str, Any]) -> set[bool]:
+def _words_on_causality(config: Mapping[str, Any], inner: Mapping[str, Any]) -> set[bool]:
     """What an author's file says on whether blocks are causal: nothing, one thing, or both."""
-    head, block, whole = inner.get("causal_head"), inner.get("causal"), found.get("is_causal")
-    if block and whole is False and AUTOMODEL in (found.get("architectures") or ()):
+    head, block, whole = inner.get("causal_head"), inner.get("causal"), config.get("is_causal")
+    if block and whole is False and AUTOMODEL in (config.get("architectures") or ()):
         # AutoModel writes `is_causal: false` for every DFlash head, and its JetSpec recipe the inner key alone.
         whole = None
     # JetSpec's own code reads `causal_head` and nothing else.
     return {each for each in (head, block, whole if head is None else None) if isinstance(each, bool)}
 
 
-def _open_question(path: str, said: str) -> InputError:
+def _open_question(path: str, fact: str) -> InputError:
     """The question whether blocks are causal."""
     return InputError(
-        f"config.json of {path} {said}; ask who trained the head, and say causal=true (a position of a block sees no "
+        f"config.json of {path} {fact}; ask who trained the head, and say causal=true (a position of a block sees no "
         "later one) or causal=false behind the path"
     )
 
 
-def _is_deepspec(found: Mapping[str, Any]) -> bool:
+def _is_deepspec(config: Mapping[str, Any]) -> bool:
     """Whether a file comes from DeepSpec, whose class needs these keys. Its anchor guesses, and no layer is causal."""
     keys = {"num_anchors", "enable_confidence_head", "target_layer_ids"}
-    return DEEPSPEC in (found.get("architectures") or ()) and keys <= found.keys()
+    return DEEPSPEC in (config.get("architectures") or ()) and keys <= config.keys()
 
 
 def _sliding(layers: PreTrainedConfig, path: str) -> list[bool]:
@@ -633,11 +635,11 @@ def _sliding(layers: PreTrainedConfig, path: str) -> list[bool]:
     return [kind == LAYER_TYPES[1] for kind in kinds]
 
 
-def _window(layers: PreTrainedConfig, given: Any, path: str) -> int:
+def _window(layers: PreTrainedConfig, window: Any, path: str) -> int:
     """How far layers with a window see."""
-    if given is None:
+    if window is None:
         raise InputError(f"config.json of {path} has layers with a window and does not say how long it is")
-    return size({"sliding_window": given}, "sliding_window", path)
+    return size({"sliding_window": window}, "sliding_window", path)
 
 
 def _sights(
@@ -650,50 +652,50 @@ def _sights(
         inside: Whether these are causal.
         everywhere: Whether the others are.
     """
-    found = tuple(
+    spans = tuple(
         AttentionSpan(window=window, causal=inside) if each else AttentionSpan(causal=everywhere) for each in slides
     )
-    return found if any(sight != AttentionSpan() for sight in found) else ()
+    return spans if any(sight != AttentionSpan() for sight in spans) else ()
 
 
-def _truth(given: Mapping[str, Any], name: str, path: str) -> bool | None:
+def _truth(config: Mapping[str, Any], name: str, path: str) -> bool | None:
     """A key that is true or false; None where it is not there. Raises InputError for other values."""
-    found = given.get(name)
-    if found is None or isinstance(found, bool):
-        return found
-    raise InputError(f"{name} in config.json of {path} must be true or false, got {short(found)}")
+    value = config.get(name)
+    if value is None or isinstance(value, bool):
+        return value
+    raise InputError(f"{name} in config.json of {path} must be true or false, got {short(value)}")
 
 
-def _markov(said: Mapping[str, Any], path: str) -> str:
+def _markov(config: Mapping[str, Any], path: str) -> str:
     """The kind of the sequential head."""
-    found = said.get("markov_head_type", "vanilla")
-    if not isinstance(found, str):
-        raise InputError(f"markov_head_type in config.json of {path} must be a name, got {short(found)}")
-    return found
+    kind = config.get("markov_head_type", "vanilla")
+    if not isinstance(kind, str):
+        raise InputError(f"markov_head_type in config.json of {path} must be a name, got {short(kind)}")
+    return kind
 
 
-def _rank(said: Mapping[str, Any], method: Method, path: str) -> int:
-    return 0 if method != "dspark" else size(said, "markov_rank", path, default=256, least=0)
+def _rank(config: Mapping[str, Any], method: Method, path: str) -> int:
+    return 0 if method != "dspark" else size(config, "markov_rank", path, default=256, least=0)
 
 
 def _renamed(tensors: Mapping[str, Tensor], config: BlockConfig) -> dict[str, Tensor]:
     """The tensors under the names of the `speculators` layout, without those that are not used."""
-    found = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     for ours, theirs in (("fc", "encoder.fc"), ("hidden_norm", "encoder.output_norm_enc")):
-        if f"{theirs}.weight" in found:
-            found[f"{ours}.weight"] = found.pop(f"{theirs}.weight")
-    if config.method == "dflare" and "layer_fusion_weights" in found:
+        if f"{theirs}.weight" in renamed:
+            renamed[f"{ours}.weight"] = renamed.pop(f"{theirs}.weight")
+    if config.method == "dflare" and "layer_fusion_weights" in renamed:
         # The authors' layout has one norm for all layers.
-        norm, count = found.pop("hidden_norm.weight", None), config.layers.num_hidden_layers
-        found["fusion_weights"] = found.pop("layer_fusion_weights")
+        norm, count = renamed.pop("hidden_norm.weight", None), config.layers.num_hidden_layers
+        renamed["fusion_weights"] = renamed.pop("layer_fusion_weights")
         if norm is not None:
-            found |= {f"fusion_norms.{i}.weight": norm.clone() for i in range(count)}
+            renamed |= {f"fusion_norms.{i}.weight": norm.clone() for i in range(count)}
     weight, bias = f"{CONFIDENCE}weight", f"{CONFIDENCE}bias"
     if config.method != "dspark":
-        found = {name: tensor for name, tensor in found.items() if not name.startswith(CONFIDENCE)}
-    elif weight in found and bias not in found:
-        found[bias] = found[weight].new_zeros(1)
-    return {name: tensor for name, tensor in found.items() if name not in UNUSED and not name.endswith("inv_freq")}
+        renamed = {name: tensor for name, tensor in renamed.items() if not name.startswith(CONFIDENCE)}
+    elif weight in renamed and bias not in renamed:
+        renamed[bias] = renamed[weight].new_zeros(1)
+    return {name: tensor for name, tensor in renamed.items() if name not in UNUSED and not name.endswith("inv_freq")}
 
 
 def _confidence(config: BlockConfig, tensors: Mapping[str, Tensor]) -> Confidence | None:

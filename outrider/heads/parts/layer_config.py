@@ -27,21 +27,21 @@ LEFT_OUT = ("t2d",)
 """Tensors of checkpoints that drafting does not read."""
 
 
-def layer_config(given: Mapping[str, Any], path: str) -> PreTrainedConfig:
+def layer_config(config: Mapping[str, Any], path: str) -> PreTrainedConfig:
     """The config of a head's layers, with the defaults of its `model_type`.
 
     Raises:
         InputError: The type is not known, transformers refuses the config, or a size makes no sense.
     """
-    kind = str(given.get("model_type") or "llama")
+    kind = str(config.get("model_type") or "llama")
     if kind not in KNOWN:
         raise InputError(
             f"the head in {path} is made of layers of the type {short(kind)}; known are {', '.join(KNOWN)}"
         )
-    return made_config(kind, given, path)
+    return made_config(kind, config, path)
 
 
-def made_config(kind: str, given: Mapping[str, Any], path: str, *, least_vocab: int = 1) -> PreTrainedConfig:
+def made_config(kind: str, fields: Mapping[str, Any], path: str, *, least_vocab: int = 1) -> PreTrainedConfig:
     """The config of layers of a type.
 
     Args:
@@ -50,17 +50,17 @@ def made_config(kind: str, given: Mapping[str, Any], path: str, *, least_vocab: 
     Raises:
         InputError: transformers refuses the config, or a size makes no sense.
     """
-    left = {name: value for name, value in given.items() if name not in ("model_type", "architectures", "auto_map")}
+    left = {name: value for name, value in fields.items() if name not in ("model_type", "architectures", "auto_map")}
     try:
         config = AutoConfig.for_model(kind, **left)
     except Exception as error:
         raise InputError(f"the config of the head in {path} is refused by transformers: {reason_of(error)}") from error
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    found = {name: getattr(config, name, None) for name in (*names, "num_hidden_layers", "vocab_size", "head_dim")}
-    width, _, heads, shared = (size(found, name, path) for name in names)
-    size(found, "num_hidden_layers", path, most=MOST_COUNT)
-    size(found, "vocab_size", path, least=least_vocab)
-    dim = size(found, "head_dim", path, default=width // heads)
+    sizes = {name: getattr(config, name, None) for name in (*names, "num_hidden_layers", "vocab_size", "head_dim")}
+    width, _, heads, shared = (size(sizes, name, path) for name in names)
+    size(sizes, "num_hidden_layers", path, most=MOST_COUNT)
+    size(sizes, "vocab_size", path, least=least_vocab)
+    dim = size(sizes, "head_dim", path, default=width // heads)
     if heads % shared or dim % 2:
         raise InputError(
             f"the config of {path} has {heads} attention heads of width {dim} for {shared} key heads; the first number "
@@ -121,8 +121,8 @@ def usual_layer(anatomy: Anatomy, *, vocab_size: int, intermediate_size: int | N
 def rotary_base(config: PreTrainedConfig) -> float | None:
     """The base of the rotary positions of a config; None where it has none, or one per layer type."""
     rope: Any = getattr(config, "rope_parameters", None) or {}
-    found = rope.get("rope_theta")
-    return float(found) if isinstance(found, int | float) else None
+    theta = rope.get("rope_theta")
+    return float(theta) if isinstance(theta, int | float) else None
 
 
 def rotary_doubts(head: Any, config: PreTrainedConfig, target: PreTrainedConfig | None) -> list[Doubt]:
@@ -133,15 +133,15 @@ def rotary_doubts(head: Any, config: PreTrainedConfig, target: PreTrainedConfig 
         config: The config of its layers.
         target: The target's text config.
     """
-    own, theirs = rotary_base(config), None if target is None else rotary_base(target)
-    if target is None or theirs is None or own == theirs:
+    ours, theirs = rotary_base(config), None if target is None else rotary_base(target)
+    if target is None or theirs is None or ours == theirs:
         return []
     other = copy.deepcopy(config)
     other.rope_parameters = {"rope_type": "default", "rope_theta": theirs}
     return [
         Doubt(
             about="rotary base",
-            means=f"its rotary base is {own:g} and the target's is {theirs:g}" if own else "it has no rotary base",
+            means=f"its rotary base is {ours:g} and the target's is {theirs:g}" if ours else "it has no rotary base",
             advice=f"write rope_theta {theirs:g} into its config",
             changes=[(head, "rotary", Rotary(other))],
         )
@@ -150,13 +150,13 @@ def rotary_doubts(head: Any, config: PreTrainedConfig, target: PreTrainedConfig 
 
 def described(config: PreTrainedConfig) -> dict[str, Any]:
     """A layer config for a JSON file that versions 4 and 5 of transformers read."""
-    found = {name: value for name, value in config.to_dict().items() if value is not None}
+    fields = {name: value for name, value in config.to_dict().items() if value is not None}
     for name in ("_name_or_path", "transformers_version", "architectures", "dtype"):
-        found.pop(name, None)
-    rope = found.get("rope_parameters") or {}
+        fields.pop(name, None)
+    rope = fields.get("rope_parameters") or {}
     if rope.get("rope_type", "default") == "default":
-        found |= {"rope_theta": rope.get("rope_theta", 10000.0), "rope_scaling": None}
-    return {**found, "model_type": config.model_type}
+        fields |= {"rope_theta": rope.get("rope_theta", 10000.0), "rope_scaling": None}
+    return {**fields, "model_type": config.model_type}
 
 
 def qkv_bias_of(tensors: Mapping[str, Tensor]) -> bool | None:
@@ -174,11 +174,11 @@ def without_copies(
         embed: The target's embedding.
         device: Where it is.
     """
-    own = tensors.get("embed_tokens.weight")
-    if own is None or own.dim() != 2:
+    table = tensors.get("embed_tokens.weight")
+    if table is None or table.dim() != 2:
         return tensors
-    for begin in range(0, len(own), 4096):
-        rows = own[begin : begin + 4096]
+    for begin in range(0, len(table), 4096):
+        rows = table[begin : begin + 4096]
         try:
             theirs = embed(torch.arange(begin, begin + len(rows), device=device))
         except (IndexError, RuntimeError):

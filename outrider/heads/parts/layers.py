@@ -85,8 +85,8 @@ class Attention(nn.Module):
         all_keys, all_values = cache.update(keys, self._heads(self.v_proj(states)), self.layer)
         # A KV cache may attend itself, because it knows which keys no query sees.
         read = getattr(cache, "attend", attend)
-        found = read(queries, all_keys, all_values, mask)
-        return self.o_proj(found.transpose(1, 2).flatten(2))
+        attended = read(queries, all_keys, all_values, mask)
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
 
     def keep(
         self, states: Float[Tensor, "rows width features"], rotary: Float[Tensor, "2 rows width dim"], cache: KVCache
@@ -100,8 +100,8 @@ class Attention(nn.Module):
         self, states: Float[Tensor, "rows width all"], norm: nn.Module | None = None
     ) -> Float[Tensor, "rows heads width dim"]:
         # Normed before they are turned: norms of turned states lie in memory in a way that depends on the width.
-        apart = states.unflatten(-1, (-1, self.head_dim))
-        return (apart if norm is None else norm(apart)).transpose(1, 2)
+        heads = states.unflatten(-1, (-1, self.head_dim))
+        return (heads if norm is None else norm(heads)).transpose(1, 2)
 
 
 class GatedMLP(nn.Module):

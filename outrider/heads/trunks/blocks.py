@@ -336,9 +336,9 @@ class BlockHead(Head):
 
     def doubts(self, target: TargetInfo) -> Sequence[Doubt]:
         config = self.config
-        found = rotary_doubts(self, config.layers, target.config)
+        doubts = rotary_doubts(self, config.layers, target.config)
         for taps, how in other_taps(config.taps, target.num_layers):
-            found.append(
+            doubts.append(
                 Doubt(
                     about="taps",
                     means=f"it reads the hidden states {', '.join(map(str, config.taps))}, and was trained on others, "
@@ -350,7 +350,7 @@ class BlockHead(Head):
         tokens = target.tokenizer
         ids = () if tokens is None else (tokens.mask_token_id, tokens.pad_token_id, tokens.unk_token_id)
         for mask in sorted({each for each in (*ids, 0) if each is not None and each != config.mask_id}):
-            found.append(
+            doubts.append(
                 Doubt(
                     about="mask token",
                     means=f"its mask token is {config.mask_id}, and was trained as {mask}",
@@ -360,7 +360,7 @@ class BlockHead(Head):
             )
         causal = all(sight.causal for sight in config.sights) and bool(config.sights)
         other = () if causal else (AttentionSpan(causal=True),) * config.layers.num_hidden_layers
-        found.append(
+        doubts.append(
             Doubt(
                 about="causality",
                 means=f"its blocks were trained {'seeing both ways' if causal else 'causally'}",
@@ -368,7 +368,7 @@ class BlockHead(Head):
                 changes=[(self, "config", replace(config, sights=other))],
             )
         )
-        return found
+        return doubts
 
     def freeze(self) -> None:
         if self.config.num_embeddings is not None:
@@ -455,8 +455,8 @@ class BlockHead(Head):
     def embed(self, tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch hidden"]:
         """Input embeddings in the head's own dtype."""
         table = self.embed_tokens.weight if self.config.num_embeddings is not None else _table(self.ends)
-        found = self.ends.embed(tokens) if table is None else embedding(tokens, table)
-        return found.to(self.norm.weight.dtype) * self.config.embedding_scale
+        embedded = self.ends.embed(tokens) if table is None else embedding(tokens, table)
+        return embedded.to(self.norm.weight.dtype) * self.config.embedding_scale
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
         if self.config.num_outputs is not None:
@@ -502,8 +502,8 @@ def _within(
 
 def _table(ends: EmbeddingAndHead) -> Tensor | None:
     """The weights of the target's embedding; None where it has no such table."""
-    found = getattr(ends.embed, "weight", None)
-    return found if isinstance(found, Tensor) and found.is_floating_point() else None
+    table = getattr(ends.embed, "weight", None)
+    return table if isinstance(table, Tensor) and table.is_floating_point() else None
 
 
 def layers_like(text: PreTrainedConfig, num_layers: int, vocab_size: int) -> PreTrainedConfig:
@@ -659,9 +659,9 @@ class BlockDrafter(MarginalDrafter, SlottedDrafter[Blocks]):
         return min(self.lm.length(self.checked(state).slot), length)
 
     def reuse(self, state: object, request: Request, length: int) -> Blocks:
-        own = self.checked(state)
-        self.lm.truncate(own.slot, self.needs(state, length))
-        return self.state(slot=own.slot)
+        drafter_state = self.checked(state)
+        self.lm.truncate(drafter_state.slot, self.needs(state, length))
+        return self.state(slot=drafter_state.slot)
 
     def fork(self, state: object, request: Request, length: int) -> Blocks:
         return self.state(slot=self.lm.copy(self.checked(state).slot, self.needs(state, length)))
@@ -747,49 +747,49 @@ class BlockObjective(HeadObjective):
         """The loss of the guesses of all drawn blocks."""
         batch = self.with_states(batch)
         drawn = self.anchors(batch)
-        found = self._guesses(batch, self._context(batch), drawn, self.head.config.max_depth)
+        guesses = self._guesses(batch, self._context(batch), drawn, self.head.config.max_depth)
         of_labels = self.loss.reads_labels
-        agreed = torch.zeros(len(found.labels), dtype=torch.bool, device=found.inner.device)
-        said = torch.zeros(len(found.labels), device=found.inner.device)
-        sure, of = self.head.confidence(found.inner.detach()), self.loss.of
-        far = torch.zeros(len(found.labels), device=found.inner.device)
+        agreed = torch.zeros(len(guesses.labels), dtype=torch.bool, device=guesses.inner.device)
+        log_likelihoods = torch.zeros(len(guesses.labels), device=guesses.inner.device)
+        confidence, of = self.head.confidence(guesses.inner.detach()), self.loss.of
+        far = torch.zeros(len(guesses.labels), device=guesses.inner.device)
         both = None
-        if sure is not None or of is not None:
-            both = self._rows_of_both(with_rows(batch, self.ends, self.shape.num_layers, self.head.vocab_size), found)
+        if confidence is not None or of is not None:
+            both = self._rows_of_both(with_rows(batch, self.ends, self.shape.num_layers, self.head.vocab_size), guesses)
 
         def each(rows: slice, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, " rows"]:
-            agreed[rows] = among_likeliest(found.labels[rows], logits.detach())
+            agreed[rows] = among_likeliest(guesses.labels[rows], logits.detach())
             hard = logits.new_zeros(())
             if of_labels:
-                hard = cross_entropy(found.labels[rows], logits)
-                said[rows] = -hard.detach().float()
+                hard = cross_entropy(guesses.labels[rows], logits)
+                log_likelihoods[rows] = -hard.detach().float()
             if both is None:
                 return hard
             theirs, ours = both(rows, logits)
-            if sure is not None:
+            if confidence is not None:
                 far[rows] = DISTANCE(theirs, ours.detach()).float()
             if of is None:
                 return hard
             soft = of(theirs, ours)
             return soft if not self.loss.hard else self.loss.hard * hard + (1 - self.loss.hard) * soft
 
-        values = self.values(batch, found.inner, found.labels, each)
-        if sure is not None:
-            values = values + _misjudged(sure, far)
+        values = self.values(batch, guesses.inner, guesses.labels, each)
+        if confidence is not None:
+            values = values + _misjudged(confidence, far)
         weights = torch.zeros_like(values)
-        if found.count:
-            log_q = torch.zeros(found.valid.shape, device=found.inner.device)
-            log_q.view(-1)[found.at] = said
-            every = self.loss.weights(log_q, found.valid)
+        if guesses.count:
+            log_q = torch.zeros(guesses.valid.shape, device=guesses.inner.device)
+            log_q.view(-1)[guesses.at] = log_likelihoods
+            every = self.loss.weights(log_q, guesses.valid)
             if self.slot_weights is not None:
                 every = every * on_device(np.array(self.slot_weights), every.device).to(every)
-            weights = every.flatten()[found.at]
+            weights = every.flatten()[guesses.at]
         return Loss(
             total=(weights * values).sum(),
             weight=weights.sum().double(),
             parts={
                 "agreement": (weights * agreed).sum(),
-                **({"log_likelihood": (weights * said).sum()} if of_labels else {}),
+                **({"log_likelihood": (weights * log_likelihoods).sum()} if of_labels else {}),
             },
         )
 
@@ -851,8 +851,8 @@ class BlockObjective(HeadObjective):
             some = Anchors(places=every.places[:, part], real=every.real[:, part])
             if not some.real.any():
                 continue
-            found = self._guesses(batch, context, some, depth)
-            values, equal = self._compared(batch, found)
+            guesses = self._guesses(batch, context, some, depth)
+            values, equal = self._compared(batch, guesses)
             # Blocks that count have `depth` guesses that count.
             ratios.append(values.view(-1, depth).double().cpu().numpy())
             agrees.append(equal.view(-1, depth).cpu().numpy())
@@ -903,37 +903,40 @@ class BlockObjective(HeadObjective):
             count=len(at),
         )
 
-    def _rows_of_both(self, batch: TrainBatch, found: _Guesses) -> RowsOfBoth:
+    def _rows_of_both(self, batch: TrainBatch, guesses: _Guesses) -> RowsOfBoth:
         """The target's rows of some guesses and the head's own, over the same outcomes."""
         if batch.logits_of_target is None and batch.rows_of_target is not None:
-            kept, places = batch.rows_of_target, (found.rows, found.before)
+            kept, places = batch.rows_of_target, (guesses.rows, guesses.before)
             top = TopRows(tokens=kept.tokens[places], log_probs=kept.log_probs[places], log_rest=kept.log_rest[places])
             return lambda rows, draft: (top[rows].outcomes, top[rows].grouped(draft))
 
         def live(rows: slice, draft: Float[Tensor, "rows vocab"]) -> tuple[Tensor, Tensor]:
-            logits = self._target_logits(batch, found, rows)
+            logits = self._target_logits(batch, guesses, rows)
             width = min(logits.shape[-1], draft.shape[-1])
             return logits[..., :width], draft[..., :width]
 
         return live
 
     @torch.no_grad()
-    def _target_logits(self, batch: TrainBatch, found: _Guesses, rows: slice) -> Float[Tensor, "rows vocab"]:
+    def _target_logits(self, batch: TrainBatch, guesses: _Guesses, rows: slice) -> Float[Tensor, "rows vocab"]:
         """The target's logits of the tokens that some guesses are of."""
-        places = (found.rows[rows], found.before[rows])
+        places = (guesses.rows[rows], guesses.before[rows])
         if batch.logits_of_target is not None:
             return rows_at(batch.logits_of_target, *places)
         return self.ends.head(self.ends.norm(batch.hidden[self.shape.num_layers][places]))
 
-    def _compared(self, batch: TrainBatch, found: _Guesses) -> tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]:
+    def _compared(self, batch: TrainBatch, guesses: _Guesses) -> tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]:
         """The log-ratio of each label's probabilities, and whether the likeliest tokens of both agree."""
         ratios, agrees = [], []
-        for begin in range(0, len(found.labels), self.chunk):
+        for begin in range(0, len(guesses.labels), self.chunk):
             rows = slice(begin, begin + self.chunk)
-            ours, theirs = self.head.logits_given_previous(found.inner[rows]), self._target_logits(batch, found, rows)
+            ours, theirs = (
+                self.head.logits_given_previous(guesses.inner[rows]),
+                self._target_logits(batch, guesses, rows),
+            )
             width = min(ours.shape[-1], theirs.shape[-1])
             log_q, log_p = (each[..., :width].float().log_softmax(-1) for each in (ours, theirs))
-            ratios.append((log_q - log_p).gather(-1, found.labels[rows, None])[:, 0])
+            ratios.append((log_q - log_p).gather(-1, guesses.labels[rows, None])[:, 0])
             agrees.append(log_q.argmax(-1) == log_p.argmax(-1))
         return torch.cat(ratios), torch.cat(agrees)
 
@@ -960,17 +963,17 @@ def blocks(
     return head.block(read.flatten(1), positions, mask, context, keys).unflatten(1, (-1, size))
 
 
-def _misjudged(sure: Float[Tensor, " n"], far: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+def _misjudged(confidence: Float[Tensor, " n"], far: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """The divergence of what a confidence head says from what it should say: 1 less the distance of the rows.
 
     Args:
-        sure: Its logits.
+        confidence: Its logits.
         far: The distances.
     """
     # A sum of rounded differences may be a little above 1.
     far = far.clamp(0, 1)
     least = torch.special.entr(far) + torch.special.entr(1 - far)
-    return binary_cross_entropy_with_logits(sure.float(), 1 - far, reduction="none") - least
+    return binary_cross_entropy_with_logits(confidence.float(), 1 - far, reduction="none") - least
 
 
 def _filled(drawn: list[Int[np.ndarray, " _"]]) -> Anchors:

@@ -78,10 +78,10 @@ class FeatureHead(Head):
         self.specialists, self.stride = nn.ModuleList(), 1
 
     def doubts(self, target: TargetInfo) -> Sequence[Doubt]:
-        found = rotary_doubts(self, self.config, target.config)
+        doubts = rotary_doubts(self, self.config, target.config)
         table = self.embed_tokens
         if table is not None and self.config.hidden_size == target.hidden_size:
-            found.append(
+            doubts.append(
                 Doubt(
                     about="embedding",
                     means="its own embedding is not the one that it was trained with",
@@ -89,7 +89,7 @@ class FeatureHead(Head):
                     changes=[(self, "embed_tokens", None)],
                 )
             )
-        return found
+        return doubts
 
     @abstractmethod
     def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
@@ -166,8 +166,8 @@ class FeatureHead(Head):
     def embed(self, tokens: Int[Tensor, "rows width"], like: Float[Tensor, "..."]) -> Float[Tensor, "rows width dim"]:
         """Embeddings of tokens, in the dtype and on the device of another tensor."""
         if self.embed_tokens is not None:
-            found: Tensor = self.embed_tokens(tokens)
-            return found
+            embedded: Tensor = self.embed_tokens(tokens)
+            return embedded
         return self.ends.embed(tokens).to(like.device, like.dtype)
 
 
@@ -269,19 +269,19 @@ class OwnFeatures(SlottedDrafter[Features]):
         return self.state(slot=self.lm.open())
 
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
-        owns = [self.state_of(state) for state in states]
-        many = append_features(self.lm, owns, self.features(observed.taps), observed.offsets)
+        feature_states = [self.state_of(state) for state in states]
+        many = append_features(self.lm, feature_states, self.features(observed.taps), observed.offsets)
         if many:
             # The last pair waits, so that the next draft has one to begin with.
-            self._read([states[i] for i in many], [owns[i].num_pending - 1 for i in many], "none")
+            self._read([states[i] for i in many], [feature_states[i].num_pending - 1 for i in many], "none")
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         counts = [self.state_of(state).num_pending for state in states]
         extension = self._read(states, counts, "last")
-        ends = np.cumsum(counts) - 1
-        for state, end in zip(states, ends.tolist(), strict=True):
-            own = self.state_of(state)
-            own.fed, own.head_output = {}, {0: output_features(extension)[end]}
+        last_places = np.cumsum(counts) - 1
+        for state, end in zip(states, last_places.tolist(), strict=True):
+            drafter_state = self.state_of(state)
+            drafter_state.fed, drafter_state.head_output = {}, {0: output_features(extension)[end]}
         return Guess(logits=extension.logits, short_list=self.short_list)
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
@@ -296,9 +296,11 @@ class OwnFeatures(SlottedDrafter[Features]):
         return Guess(logits=extension.logits, short_list=self.short_list)
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
-        owns = [self.state_of(state) for state in states]
-        head_output = torch.stack([own.head_output[0] for own in owns])
-        return LinkedChain(self.lm, [own.slot for own in owns], counts, self._links, head_output)
+        drafter_states = [self.state_of(state) for state in states]
+        head_output = torch.stack([drafter_state.head_output[0] for drafter_state in drafter_states])
+        return LinkedChain(
+            self.lm, [drafter_state.slot for drafter_state in drafter_states], counts, self._links, head_output
+        )
 
     @cached_property
     def _links(self) -> Links:
@@ -313,15 +315,15 @@ class OwnFeatures(SlottedDrafter[Features]):
         return needed(self.lm, self.checked(state), length)
 
     def reuse(self, state: object, request: Request, length: int) -> Features:
-        own = self.checked(state)
-        kept = pending_of(self.lm, own, length)
-        self.lm.truncate(own.slot, min(self.lm.length(own.slot), max(0, length - 1)))
-        return self.state(slot=own.slot, pending_features=kept)
+        drafter_state = self.checked(state)
+        kept = pending_of(self.lm, drafter_state, length)
+        self.lm.truncate(drafter_state.slot, min(self.lm.length(drafter_state.slot), max(0, length - 1)))
+        return self.state(slot=drafter_state.slot, pending_features=kept)
 
     def fork(self, state: object, request: Request, length: int) -> Features:
-        own = self.checked(state)
-        slot = self.lm.copy(own.slot, min(self.lm.length(own.slot), max(0, length - 1)))
-        return self.state(slot=slot, pending_features=pending_of(self.lm, own, length))
+        drafter_state = self.checked(state)
+        slot = self.lm.copy(drafter_state.slot, min(self.lm.length(drafter_state.slot), max(0, length - 1)))
+        return self.state(slot=slot, pending_features=pending_of(self.lm, drafter_state, length))
 
     def cast(self, target_info: TargetInfo) -> "OwnFeatures":
         return replace(self, lm=self.lm.cast(target_info.dtype))
@@ -345,13 +347,16 @@ def _unchanged(logits: Float[Tensor, "n width"]) -> Float[Tensor, "n width"]:
 
 
 def append_features(
-    lm: LM, owns: Sequence[FeatureState], features: Float[Tensor, "n dim"], offsets: Int[np.ndarray, " bounds"]
+    lm: LM,
+    feature_states: Sequence[FeatureState],
+    features: Float[Tensor, "n dim"],
+    offsets: Int[np.ndarray, " bounds"],
 ) -> list[int]:
     """Note the features of new positions.
 
     Args:
         lm: The head.
-        owns: What it keeps of each request.
+        feature_states: What it keeps of each request.
         features: Of all requests, packed.
         offsets: Where each request's features begin; the last entry is their number.
 
@@ -359,16 +364,16 @@ def append_features(
         The requests of which so many are pending that the head should read them now.
     """
     many = []
-    for i, own in enumerate(owns):
-        own.pending_features.append(features[offsets[i] : offsets[i + 1]])
-        if BACKLOG <= own.num_pending <= lm.max_context - lm.length(own.slot):
+    for i, feature_state in enumerate(feature_states):
+        feature_state.pending_features.append(features[offsets[i] : offsets[i + 1]])
+        if BACKLOG <= feature_state.num_pending <= lm.max_context - lm.length(feature_state.slot):
             many.append(i)
     return many
 
 
 def next_pairs(
     lm: LM,
-    owns: Sequence[FeatureState],
+    feature_states: Sequence[FeatureState],
     states: Sequence[Running],
     counts: Sequence[int],
     logits: Literal["last", "none"],
@@ -377,21 +382,21 @@ def next_pairs(
 
     Args:
         lm: The head.
-        owns: What it keeps of each request.
+        feature_states: What it keeps of each request.
     """
     texts = []
-    for own, state, count in zip(owns, states, counts, strict=True):
-        first = lm.length(own.slot) + 1
+    for feature_state, state, count in zip(feature_states, states, counts, strict=True):
+        first = lm.length(feature_state.slot) + 1
         texts.append(np.array(state.tokens[first : first + count], dtype=np.int64))
     return [
-        Segment(slot=own.slot, tokens=tokens, features=pending(own)[:count], logits=logits)
-        for own, tokens, count in zip(owns, upload(texts, lm.device), counts, strict=True)
+        Segment(slot=feature_state.slot, tokens=tokens, features=pending(feature_state)[:count], logits=logits)
+        for feature_state, tokens, count in zip(feature_states, upload(texts, lm.device), counts, strict=True)
     ]
 
 
-def pending(own: FeatureState) -> Float[Tensor, "n dim"]:
+def pending(feature_state: FeatureState) -> Float[Tensor, "n dim"]:
     """The features that a head has not read yet, of which there are some."""
-    return joined(own.pending_features, own.pending_features[0])
+    return joined(feature_state.pending_features, feature_state.pending_features[0])
 
 
 def behind_committed(
@@ -434,16 +439,16 @@ def read(lm: LM, segments: Sequence[Segment]) -> Extension:
     return extension
 
 
-def needed(lm: LM, own: FeatureState, length: int) -> int:
+def needed(lm: LM, feature_state: FeatureState, length: int) -> int:
     """The first position that a head must be shown again, for a text with the same first `length` tokens."""
-    known = lm.length(own.slot)
-    return min(known + own.num_pending, length) if known < length else max(0, length - 1)
+    known = lm.length(feature_state.slot)
+    return min(known + feature_state.num_pending, length) if known < length else max(0, length - 1)
 
 
-def pending_of(lm: LM, own: FeatureState, length: int) -> list[Float[Tensor, "_ dim"]]:
+def pending_of(lm: LM, feature_state: FeatureState, length: int) -> list[Float[Tensor, "_ dim"]]:
     """The pending features that a text with the same first `length` tokens can use."""
-    known = lm.length(own.slot)
-    return own.first_pending(length - known) if known < length else []
+    known = lm.length(feature_state.slot)
+    return feature_state.first_pending(length - known) if known < length else []
 
 
 def output_features(extension: Extension) -> Float[Tensor, "nodes hidden"]:
@@ -559,8 +564,8 @@ class FeatureObjective(GuessObjective):
         features = self.features(batch)
         if self.training and self.options.noise:
             features = features + self._noises(batch).to(features)
-        places, own = torch.arange(length, device=device), torch.eye(length, dtype=torch.bool, device=device)
-        mask, kept = torch.ones_like(own).tril(), GroupKeys()
+        places, eye = torch.arange(length, device=device), torch.eye(length, dtype=torch.bool, device=device)
+        mask, kept = torch.ones_like(eye).tril(), GroupKeys()
         reader, pairs = self.head, list[tuple[Tensor, Tensor, Tensor]]()
         for number in range(count):
             tokens = torch.nn.functional.pad(batch.tokens[:, 1 + number :], (0, min(1 + number, length)), value=PADDING)
@@ -575,7 +580,7 @@ class FeatureObjective(GuessObjective):
             head_output = reader(tokens, features, positions, seen, kept)
             yield head_output
             features = self.head.next_feature(head_output.detach() if self.detached else head_output)
-            mask = torch.cat([mask, own], -1)
+            mask = torch.cat([mask, eye], -1)
 
     def features(self, batch: TrainBatch) -> Float[Tensor, "rows length dim"]:
         """The features of pass 0, from the target's hidden states."""

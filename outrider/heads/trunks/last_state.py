@@ -74,9 +74,9 @@ class LastStateDrafter(StatefulDrafter[Last]):
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
         counts = observed.counts()
         for i, newest in observed.newest(observed.taps[self.tap]).items():
-            own = self.state_of(states[i])
-            own.num_seen += counts[i]
-            own.newest = newest
+            drafter_state = self.state_of(states[i])
+            drafter_state.num_seen += counts[i]
+            drafter_state.newest = newest
 
     def needs(self, state: object, length: int) -> int:
         seen = self.checked(state).num_seen
@@ -84,8 +84,11 @@ class LastStateDrafter(StatefulDrafter[Last]):
         return seen if seen <= length else max(0, length - 1)
 
     def reuse(self, state: object, request: Request, length: int) -> Last:
-        own = self.checked(state)
-        return self.state(num_seen=self.needs(own, length), newest=own.newest if own.num_seen <= length else None)
+        drafter_state = self.checked(state)
+        return self.state(
+            num_seen=self.needs(drafter_state, length),
+            newest=drafter_state.newest if drafter_state.num_seen <= length else None,
+        )
 
     def fork(self, state: object, request: Request, length: int) -> Last:
         return LastStateDrafter.reuse(self, state, request, length)
@@ -239,9 +242,9 @@ class StateHeadsDrafter(MarginalDrafter, LastStateHeadDrafter[Heads]):
 
     @classmethod
     def fields_of(cls, head: LastStateHead, target: TargetInfo, trained: TrainedHead) -> dict[str, Any]:
-        found = super().fields_of(head, target, trained)
-        ids = found["head"].ids
-        return found | {"short_list": None if ids is None else ShortList.of(ids, target.vocab_size)}
+        fields = super().fields_of(head, target, trained)
+        ids = fields["head"].ids
+        return fields | {"short_list": None if ids is None else ShortList.of(ids, target.vocab_size)}
 
     @torch.inference_mode()
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
@@ -258,9 +261,9 @@ class StateHeadsDrafter(MarginalDrafter, LastStateHeadDrafter[Heads]):
         return self.state_of(state).rows
 
     def on_tables(self: Own, vocab_size: int, seed: int) -> Own:
-        made: Any = super().on_tables(vocab_size, seed)
-        found: Own = replace(made, short_list=None)
-        return found
+        small: Any = super().on_tables(vocab_size, seed)
+        drafter: Own = replace(small, short_list=None)
+        return drafter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,8 +325,8 @@ class StateHeadsObjective(GuessObjective):
         ids = self._ids_on(self.head.weight.device)
         ranks = min(ranks, self.shape.vocab_size if ids is None else len(ids))
         hits, counts = np.zeros((self.num_guesses, ranks)), np.zeros((self.num_guesses, 1))
-        for given in batches:
-            batch = self.with_states(given)
+        for data in batches:
+            batch = self.with_states(data)
             for number, hidden in enumerate(self.guesses(batch, self.num_guesses)):
                 places = LearntPositions.of(batch, number)
                 picked, target = hidden[places.rows, places.at], self._target_logits(batch, number, places)
