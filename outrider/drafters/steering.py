@@ -14,7 +14,7 @@ from transformers.utils import cached_file
 
 from outrider.core import files
 from outrider.core.types import InputError
-from outrider.lm.hf.checkpoint import file_tensors, json_object, made, size, whole_numbers
+from outrider.lm.hf.checkpoint import build_module, file_tensors, json_object, size, whole_numbers
 
 CONFIG, WEIGHTS = "steering.json", "steering.safetensors"
 """The files of a steering, beside those of its draft model."""
@@ -131,7 +131,7 @@ def read_steering(path: str, *, revision: str | None = None) -> Steering:
     """
     config = _config(path, _file(path, CONFIG, revision))
     tensors = file_tensors(_file(path, WEIGHTS, revision), path)
-    return made(lambda: Steering(config), tensors, f"{WEIGHTS} of {path}").eval()
+    return build_module(lambda: Steering(config), tensors, f"{WEIGHTS} of {path}").eval()
 
 
 def _config(path: str, file: str) -> SteeringConfig:

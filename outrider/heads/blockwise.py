@@ -37,7 +37,7 @@ from outrider.heads.trunks.last_state import (
 )
 from outrider.learning.batch import TrainBatch
 from outrider.learning.options import loss, size
-from outrider.lm.hf.checkpoint import KIND, MOST_COUNT, TARGET, Checkpoint, TargetShape, local_file, made
+from outrider.lm.hf.checkpoint import KIND, MOST_COUNT, TARGET, Checkpoint, TargetShape, build_module, local_file
 from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.tabular import TABLE_FEATURES
@@ -153,7 +153,7 @@ class BlockwiseHeads(StateHeads):
             num_heads=size_in(raw_config, "num_heads", path, most=MOST_COUNT),
             intermediate_size=size_in(raw_config, "intermediate_size", path),
         )
-        heads = made(lambda: cls(config, target.ends()), checkpoint.tensors(), path)
+        heads = build_module(lambda: cls(config, target.ends()), checkpoint.tensors(), path)
         trained.check_target(checkpoint.target, config.hidden_size, target)
         trained.check_vocabulary(config.vocab_size, target)
         return heads

@@ -30,7 +30,7 @@ from outrider.heads.trunks.features import FeatureDrafter, FeatureHead, FeatureO
 from outrider.learning.batch import TrainBatch
 from outrider.learning.options import loss, size
 from outrider.lm.head import KVCache
-from outrider.lm.hf.checkpoint import KIND, TARGET, Checkpoint, TargetShape, made, nested
+from outrider.lm.hf.checkpoint import KIND, TARGET, Checkpoint, TargetShape, build_module, nested
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.target_info import TargetInfo
 
@@ -151,7 +151,7 @@ class EagleHead(FeatureHead):
                 **cls.sizes_in(checkpoint.config, tensors),
             )
 
-        return made(head, tensors, checkpoint.path)
+        return build_module(head, tensors, checkpoint.path)
 
     @classmethod
     def layout(

@@ -27,7 +27,7 @@ from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.features import FeatureDrafter, FeatureHead, FeatureObjective, FeatureOptions
 from outrider.learning.options import loss, size
 from outrider.lm.head import KVCache
-from outrider.lm.hf.checkpoint import KIND, TARGET, Checkpoint, TargetShape, made, nested, whole_numbers
+from outrider.lm.hf.checkpoint import KIND, TARGET, Checkpoint, TargetShape, build_module, nested, whole_numbers
 from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.target_info import TargetInfo
@@ -489,7 +489,7 @@ class Eagle3Layout:
         )
         if not config.own_embedding and self.layer.hidden_size != self.target_hidden_size:
             raise InputError(f"the head in {self.path} is narrower than its target and has no embed_tokens.weight")
-        head = made(lambda: kind(config, info.ends(), ids), tensors, self.path, unused=("d2t", *LEFT_OUT))
+        head = build_module(lambda: kind(config, info.ends(), ids), tensors, self.path, unused=("d2t", *LEFT_OUT))
         head.vocab_size = min(width, config.draft_vocab_size)
         return head
 

@@ -23,7 +23,7 @@ from outrider.heads.trunks.last_state import LastStateHead, randomise
 from outrider.heads.trunks.sequential import SequentialDrafter, SequentialHead, SequentialState
 from outrider.lm.forwards.compilable import ForwardKind
 from outrider.lm.head import HeadLM, KVCache
-from outrider.lm.hf.checkpoint import Checkpoint, made, size
+from outrider.lm.hf.checkpoint import Checkpoint, build_module, size
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.hf.open import open_config
 from outrider.lm.protocol import Segment
@@ -123,7 +123,7 @@ class HydraHeads(SequentialHead):
         tensors = _renamed(read, 2 if kind == "prefix-mlp" else 1)
         config = _sizes(raw_config, tensors, path)
         prefix = PrefixLayer.of(checkpoint, read, trained.base if isinstance(trained, TrainedHydra) else None)
-        heads = made(lambda: cls(config, target.ends(), prefix), tensors, path)
+        heads = build_module(lambda: cls(config, target.ends(), prefix), tensors, path)
         trained.check_target(checkpoint.target, config.hidden_size, target)
         trained.check_vocabulary(config.vocab_size, target)
         if not 0 <= config.offset <= target.num_layers:
@@ -207,7 +207,7 @@ class PrefixLayer(nn.Module):
         if not isinstance(place, str) or not place:
             raise InputError(f"config.json of {path} does not name the target of the heads; say it with base=...")
         layers = layer_config(open_config(place).get_text_config().to_dict(), place)
-        return made(lambda: cls(layers, qkv_bias_of(prefix_tensors)), prefix_tensors, path)
+        return build_module(lambda: cls(layers, qkv_bias_of(prefix_tensors)), prefix_tensors, path)
 
     def forward(
         self,

@@ -23,7 +23,7 @@ from outrider.heads.trunks.last_state import (
     randomise,
 )
 from outrider.learning.options import size
-from outrider.lm.hf.checkpoint import TARGET, Checkpoint, TargetShape, factor, made
+from outrider.lm.hf.checkpoint import TARGET, Checkpoint, TargetShape, build_module, factor
 from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.lm.target_info import TargetInfo
@@ -162,7 +162,7 @@ class MedusaHeads(StateHeads):
         read = checkpoint.tensors(_is_of_heads)
         tensors = _renamed({_name(name): tensor for name, tensor in read.items()})
         config = _sizes(raw_config, tensors, path, target.vocab_size)
-        heads = made(lambda: cls(config), _sorted(_cut(tensors)), path)
+        heads = build_module(lambda: cls(config), _sorted(_cut(tensors)), path)
         trained.check_target(checkpoint.target, config.hidden_size, target)
         trained.check_vocabulary(config.vocab_size, target)
         if heads.token_map is None:

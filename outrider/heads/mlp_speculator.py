@@ -17,7 +17,7 @@ from outrider.heads.objective import HeadContext
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.last_state import randomise
 from outrider.heads.trunks.sequential import SequentialDrafter, SequentialHead
-from outrider.lm.hf.checkpoint import MOST_COUNT, TARGET, Checkpoint, TargetShape, made, size
+from outrider.lm.hf.checkpoint import MOST_COUNT, TARGET, Checkpoint, TargetShape, build_module, size
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.lm.target_info import TargetInfo
 
@@ -105,7 +105,7 @@ class MLPSpeculator(SequentialHead):
             scale_input=bool(raw_config.get("scale_input")),
         )
         tensors = {name.removeprefix("speculator."): tensor for name, tensor in checkpoint.tensors().items()}
-        head = made(lambda: cls(config), _shared(tensors, config) if config.tie_weights else tensors, path)
+        head = build_module(lambda: cls(config), _shared(tensors, config) if config.tie_weights else tensors, path)
         trained.check_target(checkpoint.target, width, target)
         trained.check_vocabulary(config.vocab_size, target)
         return head

@@ -31,7 +31,7 @@ from outrider.learning.attention import GroupKeys
 from outrider.learning.batch import PADDING, Document, TrainBatch, on_device
 from outrider.learning.options import HeadOptions, loss, size
 from outrider.lm.head import KVCache
-from outrider.lm.hf.checkpoint import KIND, MOST_COUNT, TARGET, Checkpoint, TargetShape, made, nested
+from outrider.lm.hf.checkpoint import KIND, MOST_COUNT, TARGET, Checkpoint, TargetShape, build_module, nested
 from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import Segment
@@ -149,7 +149,7 @@ class ParallelHead(FeatureHead):
             form = str(config.get("form"))
             return cls(layer, target.ends(), vocab_size=target.vocab_size, form=form, num_slots=num_slots)
 
-        return made(head, checkpoint.tensors(), path)
+        return build_module(head, checkpoint.tensors(), path)
 
     @classmethod
     def init_from(cls, place: TrainedHead, options: Any, context: HeadContext) -> "ParallelHead":

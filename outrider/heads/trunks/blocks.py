@@ -52,7 +52,7 @@ from outrider.learning.top_rows import TopRows
 from outrider.lm.forwards.compilable import ForwardKind
 from outrider.lm.head import HeadLM, KVCache, sees_all
 from outrider.lm.hf.anatomy import rotary_parameters
-from outrider.lm.hf.checkpoint import TARGET, Checkpoint, TargetShape, made
+from outrider.lm.hf.checkpoint import TARGET, Checkpoint, TargetShape, build_module
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.slots.batch import upload
@@ -285,7 +285,7 @@ class BlockHead(Head):
                 f"layer of its target, and this target's are {target.hidden_size} wide"
             )
         ends = target.ends()
-        return made(lambda: cls(config, ends, target.vocab_size), tensors, path)
+        return build_module(lambda: cls(config, ends, target.vocab_size), tensors, path)
 
     @classmethod
     def init_from(cls, place: TrainedHead, options: Any, context: HeadContext) -> "BlockHead":

@@ -217,7 +217,7 @@ def write_head(
     files.replace(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
 
-def made(make: Callable[[], M], tensors: Mapping[str, Tensor], path: str, *, unused: Collection[str] = ()) -> M:
+def build_module(make: Callable[[], M], tensors: Mapping[str, Tensor], path: str, *, unused: Collection[str] = ()) -> M:
     """The module that a config describes, with its tensors.
 
     The shapes are compared before the module has memory, because a config may name any sizes.
