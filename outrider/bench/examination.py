@@ -356,7 +356,7 @@ def _map(tensors: Mapping[str, Tensor], head: Head, judge: Judge) -> Iterator[Fi
 @torch.no_grad()
 def _copies(tensors: Mapping[str, Tensor], info: TargetInfo) -> Iterator[Finding]:
     """Copies of the target's embedding and output layer."""
-    ends = info.ends()
+    ends = info.embedding_and_head()
     table = next((each for name, each in tensors.items() if name.endswith("embed_tokens.weight")), None)
     if table is not None and table.dim() == 2 and table.shape[1] == info.hidden_size:
         ids = torch.arange(min(len(table), info.vocab_size), device=info.device)

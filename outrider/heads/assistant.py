@@ -81,14 +81,16 @@ class Assistant(Head):
     Args:
         model: The assistant.
         layers: As above.
-        ends: The target's ends.
+        embedding_and_head: Those of the target.
         vocab_size: Width of the target's logits.
     """
 
-    def __init__(self, model: Any, layers: Mapping[str, int], ends: EmbeddingAndHead, vocab_size: int) -> None:
+    def __init__(
+        self, model: Any, layers: Mapping[str, int], embedding_and_head: EmbeddingAndHead, vocab_size: int
+    ) -> None:
         super().__init__()
         self.model, self.layers = model, layers
-        self._ends, self._vocab_size = ends, vocab_size
+        self._embedding_and_head, self._vocab_size = embedding_and_head, vocab_size
         self._window = int(model.config.get_text_config().sliding_window)
 
     @classmethod
@@ -103,7 +105,7 @@ class Assistant(Head):
         trained.check_target(None, int(model.config.backbone_hidden_size), target)
         trained.check_vocabulary(int(model.config.get_text_config().vocab_size), target)
         layers = _layers(model.config.get_text_config(), target.config, checkpoint.path)
-        return cls(model, layers, target.ends(), target.vocab_size)
+        return cls(model, layers, target.embedding_and_head(), target.vocab_size)
 
     @property
     def device(self) -> torch.device:
@@ -116,9 +118,9 @@ class Assistant(Head):
         dtype: torch.dtype = self.model.dtype
         return dtype
 
-    def cast(self, ends: EmbeddingAndHead, dtype: torch.dtype) -> "Assistant":
+    def cast(self, embedding_and_head: EmbeddingAndHead, dtype: torch.dtype) -> "Assistant":
         """A copy in another dtype, beside another target."""
-        return Assistant(copy.deepcopy(self.model).to(dtype), self.layers, ends, self._vocab_size)
+        return Assistant(copy.deepcopy(self.model).to(dtype), self.layers, embedding_and_head, self._vocab_size)
 
     def look(self, requests: Sequence[Mapping[str, KeysValues]], positions: Sequence[int]) -> Seen:
         """What the assistant sees of some requests.
@@ -150,7 +152,7 @@ class Assistant(Head):
     ) -> tuple[Float[Tensor, "requests width vocab"], Float[Tensor, "requests width hidden"]]:
         """Logits of the next token and the next state, for several tokens of each request."""
         model, width = self.model, tokens.shape[1]
-        embedded = self._ends.embed(tokens).to(states.device, states.dtype)
+        embedded = self._embedding_and_head.embed(tokens).to(states.device, states.dtype)
         hidden = model.model(
             inputs_embeds=model.pre_projection(torch.cat([embedded, states], -1)),
             attention_mask=dict(seen.masks),
@@ -318,7 +320,7 @@ class AssistantDrafter(LastStateDrafter[AssistantState]):
     def cast(self, target_info: TargetInfo) -> "AssistantDrafter":
         if isinstance(self.head, TabularAssistant):
             return self
-        head = self.head.cast(target_info.ends(), target_info.dtype)
+        head = self.head.cast(target_info.embedding_and_head(), target_info.dtype)
         return replace(self, head=head, norm=target_info.norm, keys_values=target_info.keys_values)
 
     def on_tables(self, vocab_size: int, seed: int) -> "AssistantDrafter":

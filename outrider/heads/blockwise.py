@@ -116,17 +116,17 @@ class BlockwiseHeads(StateHeads):
 
     Args:
         config: The sizes.
-        ends: The target's ends.
+        embedding_and_head: Those of the target.
 
     References:
         Stern et al. 2018. https://arxiv.org/abs/1811.03115
     """
 
-    ends: EmbeddingAndHead
+    embedding_and_head: EmbeddingAndHead
 
-    def __init__(self, config: BlockwiseConfig, ends: EmbeddingAndHead) -> None:
+    def __init__(self, config: BlockwiseConfig, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__()
-        self.config, self.ends, self.max_depth = config, ends, config.num_heads
+        self.config, self.embedding_and_head, self.max_depth = config, embedding_and_head, config.num_heads
         self.heads = nn.ModuleList(
             FeedForward(config.hidden_size, config.intermediate_size) for _ in range(config.num_heads)
         )
@@ -140,7 +140,7 @@ class BlockwiseHeads(StateHeads):
             num_heads=context.depth,
             intermediate_size=options.intermediate_size or info.hidden_size,
         )
-        return cls(config, info.ends())
+        return cls(config, info.embedding_and_head())
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "BlockwiseHeads":
@@ -153,7 +153,7 @@ class BlockwiseHeads(StateHeads):
             num_heads=size_in(raw_config, "num_heads", path, most=MOST_COUNT),
             intermediate_size=size_in(raw_config, "intermediate_size", path),
         )
-        heads = build_module(lambda: cls(config, target.ends()), checkpoint.tensors(), path)
+        heads = build_module(lambda: cls(config, target.embedding_and_head()), checkpoint.tensors(), path)
         trained.check_target(checkpoint.target, config.hidden_size, target)
         trained.check_vocabulary(config.vocab_size, target)
         return heads
@@ -166,7 +166,7 @@ class BlockwiseHeads(StateHeads):
         return cast(Tensor, self.heads[number](hidden))
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"], number: int) -> Float[Tensor, "*batch vocab"]:
-        return self.ends.logits(hidden)[..., : self.config.vocab_size]
+        return self.embedding_and_head.logits(hidden)[..., : self.config.vocab_size]
 
     def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Their sizes, and the tensors `heads.{i}.up` and `heads.{i}.down`, weights and biases."""
@@ -191,8 +191,10 @@ class BlockwiseHeads(StateHeads):
             num_heads=self.max_depth,
             intermediate_size=TABLE_FEATURES,
         )
-        ends = EmbeddingAndHead(embed=nn.Identity(), norm=nn.Identity(), head=lambda hidden: hidden @ output)
-        heads = BlockwiseHeads(config, ends).double().eval()
+        embedding_and_head = EmbeddingAndHead(
+            embed=nn.Identity(), norm=nn.Identity(), head=lambda hidden: hidden @ output
+        )
+        heads = BlockwiseHeads(config, embedding_and_head).double().eval()
         randomise(heads, seed)
         return heads
 

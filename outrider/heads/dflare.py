@@ -42,8 +42,8 @@ class DFlareHead(BlockHead):
     method: ClassVar[Method] = "dflare"
     num_taps: ClassVar[int] = 9
 
-    def __init__(self, config: BlockConfig, ends: EmbeddingAndHead, vocab_size: int) -> None:
-        super().__init__(config, ends, vocab_size)
+    def __init__(self, config: BlockConfig, embedding_and_head: EmbeddingAndHead, vocab_size: int) -> None:
+        super().__init__(config, embedding_and_head, vocab_size)
         count, taps = len(self.layers), len(config.taps)
         start = torch.zeros(count, taps)
         start[torch.arange(count), torch.arange(count) * taps // count] = START

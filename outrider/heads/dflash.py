@@ -33,8 +33,8 @@ class DFlashHead(BlockHead):
 
     method: ClassVar[Method] = "dflash"
 
-    def __init__(self, config: BlockConfig, ends: EmbeddingAndHead, vocab_size: int) -> None:
-        super().__init__(config, ends, vocab_size)
+    def __init__(self, config: BlockConfig, embedding_and_head: EmbeddingAndHead, vocab_size: int) -> None:
+        super().__init__(config, embedding_and_head, vocab_size)
         self.fc = nn.Linear(self.feature_size, config.layers.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.layers.hidden_size, eps=config.layers.rms_norm_eps)
 

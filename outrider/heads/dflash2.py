@@ -199,14 +199,14 @@ class DFlash2Head(DFlashHead):
         *("output_multiplier", "final_logit_softcapping"),
     )
 
-    def __init__(self, config: BlockConfig, ends: EmbeddingAndHead, vocab_size: int) -> None:
+    def __init__(self, config: BlockConfig, embedding_and_head: EmbeddingAndHead, vocab_size: int) -> None:
         self.extra: DFlash2Sizes = config.extra or DFlash2Sizes()
         width = config.layers.hidden_size
         if width % self.extra.group:
             raise InputError(f"conv_group_size must divide the hidden size {width}, got {self.extra.group}")
         if config.num_outputs is not None:
             raise InputError("DFlash 2 heads with an output layer of their own are not supported")
-        super().__init__(replace(config, extra=self.extra), ends, vocab_size)
+        super().__init__(replace(config, extra=self.extra), embedding_and_head, vocab_size)
         self.candidate_selector = CandidateSelector(config.layers.vocab_size, self.extra.rank, width)
 
     def layer(self, config: BlockConfig, number: int) -> BlockLayer:

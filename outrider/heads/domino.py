@@ -100,12 +100,12 @@ class DominoHead(DFlashHead):
     method: ClassVar[Method] = "domino"
     own_keys: ClassVar[Collection[str]] = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
 
-    def __init__(self, config: BlockConfig, ends: EmbeddingAndHead, vocab_size: int) -> None:
+    def __init__(self, config: BlockConfig, embedding_and_head: EmbeddingAndHead, vocab_size: int) -> None:
         width = config.layers.hidden_size
         extra: DominoSizes = config.extra or DominoSizes()
         state, inner = extra.state or min(width, WIDEST_STATE), extra.inner or min(width, WIDEST_INNER)
         self.extra = replace(extra, state=state, inner=inner)
-        super().__init__(replace(config, extra=self.extra), ends, vocab_size)
+        super().__init__(replace(config, extra=self.extra), embedding_and_head, vocab_size)
         outputs = config.num_outputs or config.layers.vocab_size
         self.prefix_gru = PrefixGRU(width, self.extra.state)
         self.embed_proj = nn.Sequential(

@@ -210,8 +210,8 @@ class DSparkHead(DFlashHead):
 
     method: ClassVar[Method] = "dspark"
 
-    def __init__(self, config: BlockConfig, ends: EmbeddingAndHead, vocab_size: int) -> None:
-        super().__init__(config, ends, vocab_size)
+    def __init__(self, config: BlockConfig, embedding_and_head: EmbeddingAndHead, vocab_size: int) -> None:
+        super().__init__(config, embedding_and_head, vocab_size)
         if config.markov_rank < 1:
             raise InputError(f"markov_rank must be >= 1, got {config.markov_rank}; without it the head is dflash")
         if config.markov not in KINDS:

@@ -79,7 +79,7 @@ class EagleHead(FeatureHead):
 
     Args:
         config: The sizes of its layers.
-        ends: The target's ends.
+        embedding_and_head: Those of the target.
         vocab_size: Width of the target's logits.
         bias: Whether $W_{fc}$ has a bias. vLLM reads no checkpoint with one.
         own_embedding: Whether it has an embedding of its own.
@@ -92,14 +92,14 @@ class EagleHead(FeatureHead):
     def __init__(
         self,
         config: PreTrainedConfig,
-        ends: EmbeddingAndHead,
+        embedding_and_head: EmbeddingAndHead,
         *,
         vocab_size: int,
         bias: bool = False,
         own_embedding: bool = False,
         qkv_bias: bool | None = None,
     ) -> None:
-        super().__init__(config, ends, vocab_size=vocab_size, own_embedding=own_embedding)
+        super().__init__(config, embedding_and_head, vocab_size=vocab_size, own_embedding=own_embedding)
         self.ids: Int[Tensor, " width"] | None = None
         self.fc = self.fusion(bias)
         self.layers = nn.ModuleList(self.layer(i, qkv_bias) for i in range(config.num_hidden_layers))
@@ -108,7 +108,9 @@ class EagleHead(FeatureHead):
     def new(cls, options: EagleTrunkOptions, context: HeadContext) -> "EagleHead":
         info, inner = context.info, options.intermediate_size if isinstance(options, EagleOptions) else None
         layer = usual_layer(context.anatomy, vocab_size=info.vocab_size, intermediate_size=inner)
-        return cls(layer, info.ends(), vocab_size=info.vocab_size, bias=options.bias, **cls.sizes(options))
+        return cls(
+            layer, info.embedding_and_head(), vocab_size=info.vocab_size, bias=options.bias, **cls.sizes(options)
+        )
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "EagleHead":
@@ -138,12 +140,12 @@ class EagleHead(FeatureHead):
         Raises:
             InputError: The tensors are not those of such a head.
         """
-        ends = target.ends() if ids is None else target.ends().cut(ids)
+        embedding_and_head = target.embedding_and_head() if ids is None else target.embedding_and_head().cut(ids)
 
         def head() -> "EagleHead":
             return cls(
                 layer,
-                ends,
+                embedding_and_head,
                 vocab_size=target.vocab_size if ids is None else len(ids),
                 bias=any(name.startswith("fc.") and name.endswith(".bias") for name in tensors),
                 own_embedding="embed_tokens.weight" in tensors,
@@ -235,7 +237,7 @@ class EagleHead(FeatureHead):
                 about="norm",
                 means="it was trained on the target's last states before the final norm",
                 advice="train it further on normed states",
-                changes=[(self, "ends", replace(self.ends, norm=lambda states: states))],
+                changes=[(self, "embedding_and_head", replace(self.embedding_and_head, norm=lambda states: states))],
             ),
         ]
         if isinstance(self.fc, nn.Linear):
@@ -252,7 +254,7 @@ class EagleHead(FeatureHead):
 
     def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
         weight = next(self.layers.parameters())
-        return self.ends.norm(states).to(weight.device, weight.dtype)
+        return self.embedding_and_head.norm(states).to(weight.device, weight.dtype)
 
     def forward(
         self,

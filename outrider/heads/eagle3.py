@@ -192,16 +192,20 @@ class Eagle3Head(FeatureHead):
 
     Args:
         config: The sizes.
-        ends: The target's ends.
+        embedding_and_head: Those of the target.
         ids: The tokens that the head guesses, ascending; None: all.
 
     References:
         Li et al. 2025. https://arxiv.org/abs/2503.01840
     """
 
-    def __init__(self, config: Eagle3Config, ends: EmbeddingAndHead, ids: Int[Tensor, " width"] | None = None) -> None:
+    def __init__(
+        self, config: Eagle3Config, embedding_and_head: EmbeddingAndHead, ids: Int[Tensor, " width"] | None = None
+    ) -> None:
         layer = config.layer
-        super().__init__(layer, ends, vocab_size=config.draft_vocab_size, own_embedding=config.own_embedding)
+        super().__init__(
+            layer, embedding_and_head, vocab_size=config.draft_vocab_size, own_embedding=config.own_embedding
+        )
         self.sizes = config
         size, count = config.target_hidden_size, len(config.taps)
         self.fc = nn.Linear(count * size, layer.hidden_size, bias=False)
@@ -229,7 +233,7 @@ class Eagle3Head(FeatureHead):
             fc_norm=options.fc_norm,
             norm_output=options.norm_output,
         )
-        head = cls(config, info.ends(), ids)
+        head = cls(config, info.embedding_and_head(), ids)
         output = context.target.get_output_embeddings()
         head.begin_from(None if output is None else output.weight)
         return head
@@ -489,7 +493,9 @@ class Eagle3Layout:
         )
         if not config.own_embedding and self.layer.hidden_size != self.target_hidden_size:
             raise InputError(f"the head in {self.path} is narrower than its target and has no embed_tokens.weight")
-        head = build_module(lambda: kind(config, info.ends(), ids), tensors, self.path, unused=("d2t", *LEFT_OUT))
+        head = build_module(
+            lambda: kind(config, info.embedding_and_head(), ids), tensors, self.path, unused=("d2t", *LEFT_OUT)
+        )
         head.vocab_size = min(width, config.draft_vocab_size)
         return head
 

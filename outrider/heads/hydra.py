@@ -85,18 +85,20 @@ class HydraHeads(SequentialHead):
 
     Args:
         config: The sizes.
-        ends: The target's ends.
+        embedding_and_head: Those of the target.
         prefix: The prefix layer, whose output they read in the place of the target's state; None: there is none.
 
     References:
         Ankner et al. 2024. https://arxiv.org/abs/2402.05109
     """
 
-    ends: EmbeddingAndHead
+    embedding_and_head: EmbeddingAndHead
 
-    def __init__(self, config: HydraConfig, ends: EmbeddingAndHead, prefix: "PrefixLayer | None" = None) -> None:
+    def __init__(
+        self, config: HydraConfig, embedding_and_head: EmbeddingAndHead, prefix: "PrefixLayer | None" = None
+    ) -> None:
         super().__init__()
-        self.config, self.ends, self.max_depth = config, ends, config.num_heads
+        self.config, self.embedding_and_head, self.max_depth = config, embedding_and_head, config.num_heads
         # The tuple keeps torch from registering a layer that runs by itself.
         self.prefix = (prefix,)
         size = config.hidden_size
@@ -123,7 +125,7 @@ class HydraHeads(SequentialHead):
         tensors = _renamed(read, 2 if kind == "prefix-mlp" else 1)
         config = _sizes(raw_config, tensors, path)
         prefix = PrefixLayer.of(checkpoint, read, trained.base if isinstance(trained, TrainedHydra) else None)
-        heads = build_module(lambda: cls(config, target.ends(), prefix), tensors, path)
+        heads = build_module(lambda: cls(config, target.embedding_and_head(), prefix), tensors, path)
         trained.check_target(checkpoint.target, config.hidden_size, target)
         trained.check_vocabulary(config.vocab_size, target)
         if not 0 <= config.offset <= target.num_layers:
@@ -146,7 +148,7 @@ class HydraHeads(SequentialHead):
     def read(self, state: Float[Tensor, "n before"], tokens: Int[Tensor, " n"], depth: int) -> Float[Tensor, "n state"]:
         if not self.config.grounded:
             return state
-        return torch.cat([state, self.ends.embed(tokens).to(state.device, state.dtype)], -1)
+        return torch.cat([state, self.embedding_and_head.embed(tokens).to(state.device, state.dtype)], -1)
 
     def logits(self, state: Float[Tensor, "n state"], depth: int) -> Float[Tensor, "n vocab"]:
         logits: Tensor = self.hydra_lm_head[depth](self.hydra_mlp[depth](state))

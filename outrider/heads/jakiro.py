@@ -106,7 +106,7 @@ class JakiroHead(EagleHead):
 
     Args:
         config: The sizes of its layer.
-        ends: The target's ends.
+        embedding_and_head: Those of the target.
         vocab_size: Width of the target's logits.
         expert_size: Width of each expert's feed-forward; None: the hidden size.
         mixture: What is mixed.
@@ -118,7 +118,7 @@ class JakiroHead(EagleHead):
     def __init__(
         self,
         config: PreTrainedConfig,
-        ends: EmbeddingAndHead,
+        embedding_and_head: EmbeddingAndHead,
         *,
         vocab_size: int,
         bias: bool = False,
@@ -130,7 +130,9 @@ class JakiroHead(EagleHead):
         if mixture not in MIXTURES:
             raise InputError(f"mixture must be one of {', '.join(MIXTURES)}, got {short(mixture)}")
         self._expert_size, self.mixture = expert_size or config.hidden_size, mixture
-        super().__init__(config, ends, vocab_size=vocab_size, bias=bias, own_embedding=own_embedding, qkv_bias=qkv_bias)
+        super().__init__(
+            config, embedding_and_head, vocab_size=vocab_size, bias=bias, own_embedding=own_embedding, qkv_bias=qkv_bias
+        )
 
     def extra_repr(self) -> str:
         """The choice that no tensor shows."""

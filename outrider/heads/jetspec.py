@@ -41,10 +41,10 @@ class JetSpecHead(DFlashHead):
 
     method: ClassVar[Method] = "jetspec"
 
-    def __init__(self, config: BlockConfig, ends: EmbeddingAndHead, vocab_size: int) -> None:
+    def __init__(self, config: BlockConfig, embedding_and_head: EmbeddingAndHead, vocab_size: int) -> None:
         sights = config.sights or (AttentionSpan(),) * config.layers.num_hidden_layers
         causal = tuple(AttentionSpan(window=sight.window, causal=True) for sight in sights)
-        super().__init__(replace(config, sights=causal), ends, vocab_size)
+        super().__init__(replace(config, sights=causal), embedding_and_head, vocab_size)
 
 
 SPEC = HeadSpec(

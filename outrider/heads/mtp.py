@@ -47,7 +47,7 @@ class MtpHead(nn.Module):
     $f^k_p$ by the target's output layer. Its slot holds positions $k + 1, k + 2, \ldots$ of the text.
 
     Attributes:
-        ends: The target's embedding, final norm and output layer.
+        embedding_and_head: The target's embedding, final norm and output layer.
         feature_size: Width of the features.
         vocab_size: Width of the logits.
         span: How far its attention looks back.
@@ -55,17 +55,17 @@ class MtpHead(nn.Module):
     Args:
         model: The `MtpModel`.
         number: The number k of the layer.
-        ends: The target's ends.
+        embedding_and_head: Those of the target.
         vocab_size: Width of the target's logits.
     """
 
-    def __init__(self, model: Any, number: int, ends: EmbeddingAndHead, vocab_size: int) -> None:
+    def __init__(self, model: Any, number: int, embedding_and_head: EmbeddingAndHead, vocab_size: int) -> None:
         super().__init__()
         config = model.config
         self.layer = model.layers[number]
         self._cache = cache_keyword(type(self.layer))
         self.shared_norm = model.shared_post_norm if model.use_shared_post_norm else nn.Identity()
-        self.number, self.ends = number, ends
+        self.number, self.embedding_and_head = number, embedding_and_head
         self.feature_size, self.vocab_size = int(config.hidden_size), vocab_size
         kind = (getattr(config, "layer_types", None) or {number: None})[number]
         self.span = Span(window=config.sliding_window) if kind == "sliding_attention" else Span()
@@ -75,7 +75,7 @@ class MtpHead(nn.Module):
 
     def fuse(self, states: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
         """The feature of a position, from the target's hidden state below its final norm."""
-        return self.ends.norm(states)
+        return self.embedding_and_head.norm(states)
 
     def next_feature(self, head_output: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
         """The feature that the layer itself makes of a position, for the next token."""
@@ -90,7 +90,7 @@ class MtpHead(nn.Module):
         cache: KVCache,
     ) -> Float[Tensor, "rows width hidden"]:
         places = positions + self.number + 1
-        embedded = self.ends.embed(tokens).to(features.dtype)
+        embedded = self.embedding_and_head.embed(tokens).to(features.dtype)
         rotary = None if self._rotary[0] is None else self._rotary[0](embedded, position_ids=places, **self._of_rotary)
         output: Tensor = self.layer(
             embedded,
@@ -103,8 +103,8 @@ class MtpHead(nn.Module):
         return self.shared_norm(output)
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
-        weight = next(iter(getattr(self.ends.embed, "parameters", tuple)()), hidden)
-        return self.ends.head(hidden.to(weight.device, weight.dtype))[..., : self.vocab_size]
+        weight = next(iter(getattr(self.embedding_and_head.embed, "parameters", tuple)()), hidden)
+        return self.embedding_and_head.head(hidden.to(weight.device, weight.dtype))[..., : self.vocab_size]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -424,9 +424,15 @@ class MtpPath:
 
     def bind(self, target_info: TargetInfo) -> MtpDrafter | MtpLayersDrafter:
         """Load the layers."""
-        model, ends, reads = target_info.mtp(self.path), target_info.ends(), (target_info.num_layers,)
+        model, embedding_and_head, reads = (
+            target_info.mtp(self.path),
+            target_info.embedding_and_head(),
+            (target_info.num_layers,),
+        )
         longest = min(self.max_context or target_info.max_context, target_info.max_context)
-        heads = [MtpHead(model, number, ends, target_info.vocab_size) for number in range(len(model.layers))]
+        heads = [
+            MtpHead(model, number, embedding_and_head, target_info.vocab_size) for number in range(len(model.layers))
+        ]
         first, *deeper = (
             head_lm(
                 target_info.target_forward,

@@ -102,7 +102,7 @@ class HeadObjective(Learner):
             num_layers=info.num_layers, hidden_size=info.hidden_size, vocab_size=info.vocab_size, taps=self.taps
         )
         self.captured_taps = tuple(sorted({*self.taps, info.num_layers}))
-        self.ends = info.ends()
+        self.embedding_and_head = info.embedding_and_head()
 
     @cached_property
     def divergence(self) -> Divergence | None:
@@ -236,7 +236,7 @@ class GuessObjective(HeadObjective):
         batch = self.with_states(batch)
         total, weight, agreed, counted = [], [], [], self.counted(batch)
         if self.divergence is not None and len(counted) > 1:
-            batch = with_rows(batch, self.ends, self.shape.num_layers, self.shape.vocab_size)
+            batch = with_rows(batch, self.embedding_and_head, self.shape.num_layers, self.shape.vocab_size)
         kept: Bool[Tensor, "rows length"] | None = None
         for number, hidden in enumerate(self.guesses(batch, self.num_guesses)):
             if number not in counted:
@@ -290,7 +290,7 @@ class GuessObjective(HeadObjective):
     def last_states(self, batch: TrainBatch) -> Float[Tensor, "rows length hidden"]:
         """The target's last hidden states, normed: what its output layer reads."""
         with torch.no_grad():
-            return self.ends.norm(batch.hidden[self.shape.num_layers])
+            return self.embedding_and_head.norm(batch.hidden[self.shape.num_layers])
 
     def _values(
         self, batch: TrainBatch, hidden: Float[Tensor, "rows length hidden"], number: int, places: "LearntPositions"
@@ -346,7 +346,7 @@ class GuessObjective(HeadObjective):
 
         def logits(rows: slice) -> Float[Tensor, "rows vocab"]:
             with torch.no_grad():
-                return self.ends.head(states[rows])
+                return self.embedding_and_head.head(states[rows])
 
         return logits
 

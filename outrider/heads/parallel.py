@@ -93,7 +93,7 @@ class ParallelHead(FeatureHead):
 
     Args:
         config: The sizes of its layers.
-        ends: The target's ends.
+        embedding_and_head: Those of the target.
         vocab_size: Width of the target's logits.
         form: What a position of the text reads.
         num_slots: $K$.
@@ -105,13 +105,13 @@ class ParallelHead(FeatureHead):
     def __init__(
         self,
         config: PreTrainedConfig,
-        ends: EmbeddingAndHead,
+        embedding_and_head: EmbeddingAndHead,
         *,
         vocab_size: int,
         form: str = "eagle",
         num_slots: int = 4,
     ) -> None:
-        super().__init__(config, ends, vocab_size=vocab_size, own_embedding=False)
+        super().__init__(config, embedding_and_head, vocab_size=vocab_size, own_embedding=False)
         if form not in FORMS:
             raise InputError(f"the form of a parallel head must be eagle or medusa, got {short(form)}")
         width = config.hidden_size
@@ -128,7 +128,7 @@ class ParallelHead(FeatureHead):
         layer = usual_layer(context.anatomy, vocab_size=info.vocab_size, intermediate_size=options.intermediate_size)
         layer.num_hidden_layers = options.layers
         num_slots = context.depth - 1 if options.slots is None else options.slots
-        return cls(layer, info.ends(), vocab_size=info.vocab_size, form=options.form, num_slots=num_slots)
+        return cls(layer, info.embedding_and_head(), vocab_size=info.vocab_size, form=options.form, num_slots=num_slots)
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> Any:
@@ -147,7 +147,7 @@ class ParallelHead(FeatureHead):
 
         def head() -> "ParallelHead":
             form = str(config.get("form"))
-            return cls(layer, target.ends(), vocab_size=target.vocab_size, form=form, num_slots=num_slots)
+            return cls(layer, target.embedding_and_head(), vocab_size=target.vocab_size, form=form, num_slots=num_slots)
 
         return build_module(head, checkpoint.tensors(), path)
 
@@ -180,7 +180,7 @@ class ParallelHead(FeatureHead):
         )
 
     def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
-        normed = self.ends.norm(states)
+        normed = self.embedding_and_head.norm(states)
         return normed.to(self.slots.device, self.slots.dtype)
 
     def forward(
@@ -223,7 +223,7 @@ class PEagleHead(Eagle3Head):
     """
 
     def __init__(self, head: Eagle3Head, mask_id: int, mask_hidden: Float[Tensor, "1 1 all"], num_slots: int) -> None:
-        super().__init__(head.sizes, head.ends, head.ids)
+        super().__init__(head.sizes, head.embedding_and_head, head.ids)
         self.load_state_dict(head.state_dict(), assign=True)
         self.vocab_size, self.mask_id, self.num_slots = head.vocab_size, mask_id, num_slots
         self.mask_hidden = nn.Parameter(mask_hidden.to(head.fc.weight))

@@ -302,7 +302,7 @@ class PossDrafter(FeatureDrafter[PossState]):
         if isinstance(self.lm, TabularHead):
             return self
         head = copy.deepcopy(cast(FeatureHead, self.lm.module)).to(target_info.dtype)
-        head.ends = target_info.ends()
+        head.embedding_and_head = target_info.embedding_and_head()
         slots, longest = self.lm.max_slots, self.lm.max_context
         readers = map(head.reader, range(len(self.lms)))
         lms = [HeadLM(reader, max_slots=slots, max_context=longest) for reader in readers]

@@ -41,7 +41,7 @@ def with_rows(batch: TrainBatch, embedding_and_head: EmbeddingAndHead, last: int
 
     Args:
         batch: Rows with the target's last states.
-        embedding_and_head: The target's ends.
+        embedding_and_head: Those of the target.
         last: The tap of the last states.
         width: Of the logits.
     """

@@ -172,8 +172,8 @@ class HeadLM(SlottedLM):
 
     def _recorded(self) -> ReplayedForward:
         """Its replayed forwards."""
-        head, ends = self.module, getattr(self.module, "ends", None)
-        modules = [head] if ends is None else [head, ends.modules]
+        head, embedding_and_head = self.module, getattr(self.module, "embedding_and_head", None)
+        modules = [head] if embedding_and_head is None else [head, embedding_and_head.modules]
         return ReplayedForward(
             self._eager,
             name=type(head).__name__,

@@ -289,7 +289,7 @@ class LanguageModel(SlottedLM):
         if isinstance(eager := self._forwards["eager"], EagerForward):
             eager.model = self.model
 
-    def ends(self) -> EmbeddingAndHead:
+    def embedding_and_head(self) -> EmbeddingAndHead:
         """Its embedding, final norm and output layer. The weights of the output layer are packed where its own forwards
         are packed or compiled.
 

@@ -177,7 +177,7 @@ class Readable(Protocol):
     @property
     def hidden_size(self) -> int: ...
 
-    def ends(self) -> EmbeddingAndHead:
+    def embedding_and_head(self) -> EmbeddingAndHead:
         """Its embedding, final norm and output layer. Raises InputError if a drafter cannot use them."""
         ...
 

@@ -165,7 +165,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         """The model."""
         return {"model": self.model}
 
-    def ends(self) -> EmbeddingAndHead:
+    def embedding_and_head(self) -> EmbeddingAndHead:
         """Its embedding, final norm and output layer. Raises InputError if a drafter cannot use them."""
         if self._ends is None:
             self._ends = find_embedding_and_head(self.model, self.anatomy)

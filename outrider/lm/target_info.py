@@ -48,7 +48,8 @@ class TargetInfo:
         max_context: The target's longest context.
         num_layers: The target's decoder layers; 0 if its hidden states cannot be read.
         hidden_size: Width of its hidden states; 0 if they cannot be read.
-        ends: Its input embedding, final norm and output layer; raises InputError if a drafter cannot use them.
+        embedding_and_head: Its input embedding, final norm and output layer; raises InputError if a drafter cannot
+            use them.
         keys_values: A slot's committed keys and values in a layer, `[length, heads, dim]` each: views that are valid
             until the target's next call.
         mtp: Its multi-token-prediction layers, as transformers loads them from a checkpoint, by default its own.
@@ -65,7 +66,7 @@ class TargetInfo:
     max_context: int
     num_layers: int = 0
     hidden_size: int = 0
-    ends: Callable[[], EmbeddingAndHead] = _no_embedding_and_head
+    embedding_and_head: Callable[[], EmbeddingAndHead] = _no_embedding_and_head
     keys_values: Callable[[int, int], tuple[Tensor, Tensor]] = _no_keys_values
     mtp: Callable[[str | None], Any] = _no_mtp
     config: PreTrainedConfig | None = None
@@ -102,7 +103,7 @@ class TargetInfo:
             known,
             num_layers=target.num_layers,
             hidden_size=target.hidden_size,
-            ends=target.ends,
+            embedding_and_head=target.embedding_and_head,
             keys_values=target.keys_values,
             mtp=getattr(target, "mtp", _no_mtp),
             config=getattr(getattr(target, "anatomy", None), "text", None),
@@ -121,18 +122,18 @@ class TargetInfo:
             max_context=anatomy.longest_context or UNLIMITED,
             num_layers=anatomy.num_layers,
             hidden_size=anatomy.hidden_size,
-            ends=partial(find_embedding_and_head, model, anatomy),
+            embedding_and_head=partial(find_embedding_and_head, model, anatomy),
             config=anatomy.text,
         )
 
     def embed(self, tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch hidden"]:
         """The target's input embeddings of tokens."""
-        return self.ends().embed(tokens)
+        return self.embedding_and_head().embed(tokens)
 
     def norm(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
         """The target's final norm of the output of its last layer."""
-        return self.ends().norm(hidden)
+        return self.embedding_and_head().norm(hidden)
 
     def head(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
         """The target's logits of normed states."""
-        return self.ends().head(hidden)
+        return self.embedding_and_head().head(hidden)

@@ -89,7 +89,7 @@ class HiddenStateModel:
     of: Callable[[Int[Tensor, "rows length"], Int[Tensor, "rows length"] | None], Float[Tensor, "rows length hidden"]]
     head: Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch vocab"]]
     packed: Callable[[Int[Tensor, "rows length"], Int[Tensor, "rows length"]], Float[Tensor, "rows length hidden"]]
-    ends: EmbeddingAndHead | None = None
+    embedding_and_head: EmbeddingAndHead | None = None
 
     @classmethod
     def find(cls, model: PreTrainedModel) -> "HiddenStateModel":
@@ -101,14 +101,14 @@ class HiddenStateModel:
             head=lambda logits: logits,
         )
         try:
-            ends = find_embedding_and_head(model, Anatomy.of(model))
+            embedding_and_head = find_embedding_and_head(model, Anatomy.of(model))
         except InputError:
             return whole
         parts = cls(
             of=lambda tokens, at: below(**_inputs(tokens, at))[0],
             packed=lambda tokens, at: below(input_ids=tokens, position_ids=at, use_cache=False)[0],
-            head=ends.head,
-            ends=ends,
+            head=embedding_and_head.head,
+            embedding_and_head=embedding_and_head,
         )
         tokens = torch.arange(3, 7, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
         with torch.no_grad():
@@ -153,7 +153,7 @@ class Distilled(Learner):
         self._states = (HiddenStateModel.find(model), None if target is None else HiddenStateModel.find(target))
         self._taps = 0 if target is None else Anatomy.of(target).num_layers
         theirs = self._states[1]
-        if sampler is None and loss is not None and theirs is not None and theirs.ends is not None:
+        if sampler is None and loss is not None and theirs is not None and theirs.embedding_and_head is not None:
             self.captured_taps = (self._taps,)
         self._packed = False
         self._width = min(logit_width(each) for each in (model, target) if each is not None)
@@ -257,8 +257,8 @@ class Distilled(Learner):
             return lambda of, rows, draft: over_top_rows(of, top[rows], draft)
         theirs = cast(HiddenStateModel, self._states[1])
         with torch.no_grad():
-            if theirs.ends is not None and self._taps in batch.hidden:
-                states = theirs.ends.norm(batch.hidden[self._taps][places])
+            if theirs.embedding_and_head is not None and self._taps in batch.hidden:
+                states = theirs.embedding_and_head.norm(batch.hidden[self._taps][places])
             else:
                 states = self._along(theirs, batch)[places]
 

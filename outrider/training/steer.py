@@ -161,8 +161,8 @@ class Steered(Distilled):
     def _target_states(self, batch: TrainBatch) -> Float[Tensor, "rows length hidden"]:
         """The target's states below its output layer."""
         theirs = cast(HiddenStateModel, self._states[1])
-        if theirs.ends is not None:
-            return theirs.ends.norm(batch.hidden[self._taps])
+        if theirs.embedding_and_head is not None:
+            return theirs.embedding_and_head.norm(batch.hidden[self._taps])
         return theirs.of(batch.tokens, None)
 
 

@@ -118,7 +118,7 @@ def test_packed_heads_guess_what_they_guess_unpacked(model, kind):
 
 def test_the_output_layer_for_heads_is_that_of_the_packed_target(model):
     hidden = torch.randn(3, 32).bfloat16()
-    ends = {forward: beside(model, forward).ends() for forward in ("eager", "packed")}
+    ends = {forward: beside(model, forward).embedding_and_head() for forward in ("eager", "packed")}
     with torch.inference_mode():
         assert torch.equal(ends["eager"].head(hidden), ends["packed"].head(hidden))
         with Reads(linear_weights(model)) as reads:

@@ -82,7 +82,7 @@ def test_a_published_eagle_is_recognised_and_guesses_what_its_description_says(t
     tensors = eagle(tmp_path, known, **EAGLES[form])
     assert catalog.make("drafter", str(tmp_path)) == EAGLE.at(path=str(tmp_path))
     layer = layer_of(known, num_hidden_layers=EAGLES[form].get("layers", 1))
-    check(str(tmp_path), NaiveEagle(tensors, layer, known.ends()), (2,))
+    check(str(tmp_path), NaiveEagle(tensors, layer, known.embedding_and_head()), (2,))
 
 
 @pytest.mark.parametrize("form", EAGLE3S)
@@ -97,7 +97,7 @@ def test_a_published_eagle3_is_recognised_and_guesses_what_its_description_says(
     if given.get("producer") == "specforge":
         # Its own feedback is raw, whatever the key says.
         flags["norm_output"] = False
-    naive = NaiveEagle3(tensors, layer, known.ends(), flags)
+    naive = NaiveEagle3(tensors, layer, known.embedding_and_head(), flags)
     spec = f"eagle3:path={tmp_path},taps=0x1x2" if given.get("native") else str(tmp_path)
     check(spec, naive, (0, 1, 2))
 

@@ -71,7 +71,7 @@ def bound(spec: str) -> Drafter:
 def test_a_griffin_is_recognised_and_guesses_what_its_description_says(tmp_path, ours):
     tensors = griffin(tmp_path, around(), ours=ours)
     assert catalog.make("drafter", str(tmp_path)) == GRIFFIN.at(path=str(tmp_path))
-    check(bound(str(tmp_path)), NaiveGriffin(tensors, layer_of(around()), around().ends()), (2,))
+    check(bound(str(tmp_path)), NaiveGriffin(tensors, layer_of(around()), around().embedding_and_head()), (2,))
 
 
 @pytest.mark.parametrize("mixture", ["features", "gate", "half"])
@@ -81,7 +81,7 @@ def test_a_jakiro_is_recognised_and_guesses_what_its_description_says(tmp_path, 
     tensors = jakiro(tmp_path, around(), ours=ours, mixture=mixture)
     assert catalog.make("drafter", str(tmp_path)) == JAKIRO.at(path=str(tmp_path))
     spec = str(tmp_path) if ours else f"jakiro:path={tmp_path},mixture={mixture}"
-    check(bound(spec), NaiveJakiro(tensors, layer_of(around()), around().ends(), mixture), (2,))
+    check(bound(spec), NaiveJakiro(tensors, layer_of(around()), around().embedding_and_head(), mixture), (2,))
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -93,7 +93,7 @@ def test_specialists_are_recognised_and_guess_what_their_description_says(tmp_pa
     if ours or count > 1:
         assert catalog.make("drafter", str(tmp_path)) == POSS.at(path=str(tmp_path))
     spec = f"poss:path={tmp_path}" + ("" if ours else f",stride={steps}") + (",taps=0x1x2" if fused else "")
-    naive = NaivePoss(tensors, layer_of(around()), around().ends(), count, steps)
+    naive = NaivePoss(tensors, layer_of(around()), around().embedding_and_head(), count, steps)
     check(bound(spec), naive, (0, 1, 2) if fused else (2,))
 
 

@@ -194,7 +194,7 @@ def test_a_peagle_head_is_recognised_and_guesses_what_its_description_says(tmp_p
     assert path == PARALLEL.at(path=str(tmp_path))
     config = json.loads((tmp_path / "config.json").read_text())
     layer = config.get("transformer_layer_config", config)
-    naive = NaiveEagle3(tensors=tensors, layer=layer, ends=known.ends(), flags=more.get("flags", {}))
+    naive = NaiveEagle3(tensors=tensors, layer=layer, ends=known.embedding_and_head(), flags=more.get("flags", {}))
     if more.get("native"):
         # vLLM's own layout counts layers otherwise, and says how many tokens are drafted when it is started.
         told = {} if more.get("producer") else {"slots": 3}

@@ -103,10 +103,10 @@ def test_masks_and_positions_go_to_a_device_once_in_a_forward() -> None:
 def test_the_drafters_view_of_the_ends_is_on_the_device_of_the_inputs() -> None:
     states = torch.randn(3, llama().config.hidden_size, generator=torch.Generator().manual_seed(0)).double()
     with spread() as (model, _):
-        ends = as_lm(model, max_slots=1).ends()
+        ends = as_lm(model, max_slots=1).embedding_and_head()
         logits = ends.head(ends.norm(states))
         assert logits.device == CPU
-    plain = as_lm(llama(), max_slots=1).ends()
+    plain = as_lm(llama(), max_slots=1).embedding_and_head()
     torch.testing.assert_close(logits, plain.head(plain.norm(states)))
 
 

@@ -32,7 +32,7 @@ def block_head(
     """A tiny head that guesses blocks; its random weights are always the same."""
     size = around.hidden_size
     layers = Qwen3Config(
-        vocab_size=around.ends().embed.weight.shape[0],
+        vocab_size=around.embedding_and_head().embed.weight.shape[0],
         hidden_size=size,
         intermediate_size=size + 16,
         num_hidden_layers=2,
@@ -57,7 +57,7 @@ def block_head(
     )
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        head = BLOCKS[kind].head(config, around.ends(), around.vocab_size)
+        head = BLOCKS[kind].head(config, around.embedding_and_head(), around.vocab_size)
         for weight in head.parameters():
             noise = torch.randn(weight.shape)
             weight.data.copy_(weight + 0.3 * noise if weight.dim() == 1 else 1.5 * noise / weight.shape[-1] ** 0.5)

@@ -39,7 +39,8 @@ class ToyModule(nn.Module):
         config = LlamaConfig(
             hidden_size=size, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=around.max_context
         )
-        self.feature_size, self.vocab_size, self.masked, self.ends = size, around.vocab_size, masked, around.ends()
+        self.feature_size, self.vocab_size, self.masked = size, around.vocab_size, masked
+        self.embedding_and_head = around.embedding_and_head()
         self.kinds = (ForwardKind(logits=False), ForwardKind(features=False)) if masked else KINDS
         self.fc = nn.Linear(2 * size, size)
         self.unknown = nn.Parameter(torch.randn(size))
@@ -51,12 +52,12 @@ class ToyModule(nn.Module):
         elif self.masked:
             # What is kept of a position is made of its feature alone.
             tokens = torch.zeros_like(tokens)
-        states = self.fc(torch.cat([self.ends.embed(tokens).to(features), features], -1))
+        states = self.fc(torch.cat([self.embedding_and_head.embed(tokens).to(features), features], -1))
         states = states + self.attention(states, self.rotary(states, positions), mask, cache)
         return states + self.mlp(states)
 
     def logits(self, hidden):
-        return self.ends.head(self.ends.norm(hidden))
+        return self.embedding_and_head.head(self.embedding_and_head.norm(hidden))
 
 
 @dataclass(frozen=True, kw_only=True)

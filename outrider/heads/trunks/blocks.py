@@ -196,7 +196,7 @@ class BlockHead(Head):
 
     Args:
         config: The sizes.
-        ends: The target's ends.
+        embedding_and_head: Those of the target.
         vocab_size: Width of the target's logits.
 
     References:
@@ -208,10 +208,10 @@ class BlockHead(Head):
     num_taps: ClassVar[int] = 5
     kinds: ClassVar[Sequence[ForwardKind]] = (ForwardKind(logits=False), ForwardKind(features=False))
 
-    def __init__(self, config: BlockConfig, ends: EmbeddingAndHead, vocab_size: int) -> None:
+    def __init__(self, config: BlockConfig, embedding_and_head: EmbeddingAndHead, vocab_size: int) -> None:
         super().__init__()
         size, eps = config.layers.hidden_size, config.layers.rms_norm_eps
-        self.config, self.ends = config, ends
+        self.config, self.embedding_and_head = config, embedding_and_head
         self.feature_size = len(config.taps) * config.target_size
         self.vocab_size = vocab_size if config.num_outputs is None else config.num_outputs
         if not config.listed:
@@ -244,7 +244,7 @@ class BlockHead(Head):
     @classmethod
     def new(cls, options: BlockOptions, context: HeadContext) -> "BlockHead":
         """A new head, with layers as wide as the target's."""
-        info, ends = context.info, context.info.ends()
+        info, embedding_and_head = context.info, context.info.embedding_and_head()
         mask_id = options.mask_token_id
         mask_id = unknown_token(context.target, context.tokenizer) if mask_id is None else mask_id
         known = context.target.get_input_embeddings().weight.shape[0]
@@ -259,7 +259,7 @@ class BlockHead(Head):
             target_size=info.hidden_size,
             **cls.sizes(options),
         )
-        head = cls(config, ends, info.vocab_size)
+        head = cls(config, embedding_and_head, info.vocab_size)
         head.check_depth(context.depth)
         head.draw()
         return head
@@ -284,8 +284,8 @@ class BlockHead(Head):
                 f"the head in {path} is {config.layers.hidden_size} wide and uses the embedding or the output "
                 f"layer of its target, and this target's are {target.hidden_size} wide"
             )
-        ends = target.ends()
-        return build_module(lambda: cls(config, ends, target.vocab_size), tensors, path)
+        embedding_and_head = target.embedding_and_head()
+        return build_module(lambda: cls(config, embedding_and_head, target.vocab_size), tensors, path)
 
     @classmethod
     def init_from(cls, place: TrainedHead, options: Any, context: HeadContext) -> "BlockHead":
@@ -454,8 +454,8 @@ class BlockHead(Head):
 
     def embed(self, tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch hidden"]:
         """Input embeddings in the head's own dtype."""
-        table = self.embed_tokens.weight if self.config.num_embeddings is not None else _table(self.ends)
-        embedded = self.ends.embed(tokens) if table is None else embedding(tokens, table)
+        table = self.embed_tokens.weight if self.config.num_embeddings is not None else _table(self.embedding_and_head)
+        embedded = self.embedding_and_head.embed(tokens) if table is None else embedding(tokens, table)
         return embedded.to(self.norm.weight.dtype) * self.config.embedding_scale
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
@@ -463,8 +463,8 @@ class BlockHead(Head):
             return self.lm_head(hidden)
         if not hidden.numel():
             return hidden.new_zeros(*hidden.shape[:-1], self.vocab_size)
-        table = _table(self.ends)
-        return self.ends.head(hidden if table is None else hidden.to(table.device, table.dtype))
+        table = _table(self.embedding_and_head)
+        return self.embedding_and_head.head(hidden if table is None else hidden.to(table.device, table.dtype))
 
     def states_given_previous(
         self, hidden: Float[Tensor, "*batch depth hidden"], before: Int[Tensor, "*batch depth"]
@@ -500,9 +500,9 @@ def _within(
     return seen if sight.window is None else seen & (ahead.abs() < sight.window)
 
 
-def _table(ends: EmbeddingAndHead) -> Tensor | None:
+def _table(embedding_and_head: EmbeddingAndHead) -> Tensor | None:
     """The weights of the target's embedding; None where it has no such table."""
-    table = getattr(ends.embed, "weight", None)
+    table = getattr(embedding_and_head.embed, "weight", None)
     return table if isinstance(table, Tensor) and table.is_floating_point() else None
 
 
@@ -755,7 +755,9 @@ class BlockObjective(HeadObjective):
         far = torch.zeros(len(guesses.labels), device=guesses.inner.device)
         both = None
         if confidence is not None or of is not None:
-            both = self._rows_of_both(with_rows(batch, self.ends, self.shape.num_layers, self.head.vocab_size), guesses)
+            both = self._rows_of_both(
+                with_rows(batch, self.embedding_and_head, self.shape.num_layers, self.head.vocab_size), guesses
+            )
 
         def each(rows: slice, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, " rows"]:
             agreed[rows] = among_likeliest(guesses.labels[rows], logits.detach())
@@ -923,7 +925,7 @@ class BlockObjective(HeadObjective):
         places = (guesses.rows[rows], guesses.before[rows])
         if batch.logits_of_target is not None:
             return rows_at(batch.logits_of_target, *places)
-        return self.ends.head(self.ends.norm(batch.hidden[self.shape.num_layers][places]))
+        return self.embedding_and_head.head(self.embedding_and_head.norm(batch.hidden[self.shape.num_layers][places]))
 
     def _compared(self, batch: TrainBatch, guesses: _Guesses) -> tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]:
         """The log-ratio of each label's probabilities, and whether the likeliest tokens of both agree."""

@@ -50,7 +50,7 @@ class FeatureHead(Head):
 
     Attributes:
         config: The sizes of its layers.
-        ends: The target's embedding, final norm and output layer.
+        embedding_and_head: The target's embedding, final norm and output layer.
         feature_size: Width of the features.
         vocab_size: Width of the logits.
         embed_tokens: Its own embedding; None takes the target's.
@@ -66,12 +66,12 @@ class FeatureHead(Head):
     layers: nn.ModuleList
 
     def __init__(
-        self, config: PreTrainedConfig, ends: EmbeddingAndHead, *, vocab_size: int, own_embedding: bool
+        self, config: PreTrainedConfig, embedding_and_head: EmbeddingAndHead, *, vocab_size: int, own_embedding: bool
     ) -> None:
         super().__init__()
         if (act := getattr(config, "hidden_act", "silu")) not in ("silu", "swish"):
             raise InputError(f"heads with the activation {short(act)} are not known; known is silu")
-        self.config, self.ends = config, ends
+        self.config, self.embedding_and_head = config, embedding_and_head
         self.feature_size, self.vocab_size = config.hidden_size, vocab_size
         self.rotary = Rotary(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
@@ -157,7 +157,7 @@ class FeatureHead(Head):
 
     def target_logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
         """Logits by the target's output layer, in the target's dtype."""
-        return self.ends.logits(hidden)
+        return self.embedding_and_head.logits(hidden)
 
     def freeze(self) -> None:
         if self.embed_tokens is not None:
@@ -168,7 +168,7 @@ class FeatureHead(Head):
         if self.embed_tokens is not None:
             embedded: Tensor = self.embed_tokens(tokens)
             return embedded
-        return self.ends.embed(tokens).to(like.device, like.dtype)
+        return self.embedding_and_head.embed(tokens).to(like.device, like.dtype)
 
 
 @dataclass(kw_only=True)
@@ -504,8 +504,10 @@ class FeatureDrafter(OwnFeatures[Features]):
         if isinstance(self.lm, TabularHead):
             return self
         module = copy.deepcopy(cast(Any, self.lm.module)).to(target_info.dtype)
-        ids = module.ends.ids
-        module.ends = target_info.ends() if ids is None else target_info.ends().cut(ids)
+        ids = module.embedding_and_head.ids
+        module.embedding_and_head = (
+            target_info.embedding_and_head() if ids is None else target_info.embedding_and_head().cut(ids)
+        )
         lm = HeadLM(module, max_slots=self.lm.max_slots, max_context=self.lm.max_context)
         return replace(self, lm=lm)
 

@@ -107,11 +107,11 @@ class LastStateHead(Head):
 
     Attributes:
         max_depth: Most tokens that it guesses.
-        ends: The target's embedding, final norm and output layer, where it uses them.
+        embedding_and_head: The target's embedding, final norm and output layer, where it uses them.
     """
 
     max_depth: int
-    ends: EmbeddingAndHead | None = None
+    embedding_and_head: EmbeddingAndHead | None = None
 
     @property
     @abstractmethod
@@ -177,8 +177,8 @@ class LastStateHeadDrafter(LastStateDrafter[Last]):
 
     def cast(self: Own, target_info: TargetInfo) -> Own:
         head = copy.deepcopy(self.head).to(target_info.dtype)
-        if head.ends is not None:
-            head.ends = target_info.ends()
+        if head.embedding_and_head is not None:
+            head.embedding_and_head = target_info.embedding_and_head()
         norm = self.norm if isinstance(self.norm, nn.Identity) else target_info.norm
         return replace(self, head=head, running=None, norm=norm)
 

@@ -144,24 +144,24 @@ class CompilableHead:
         return type(self.head).__name__
 
     @property
-    def ends(self) -> EmbeddingAndHead | None:
+    def embedding_and_head(self) -> EmbeddingAndHead | None:
         """What it uses of its target."""
-        return getattr(self.head, "ends", None)
+        return getattr(self.head, "embedding_and_head", None)
 
     @property
     def parts(self) -> Sequence[nn.Module]:
-        return [self.head] if self.ends is None else [self.head, self.ends.modules]
+        return [self.head] if self.embedding_and_head is None else [self.head, self.embedding_and_head.modules]
 
     @property
     def shape(self) -> str:
         sizes = [(name, tuple(weight.shape)) for name, weight in self.head.state_dict().items()]
         dtype = next(self.head.parameters()).dtype
-        described = [str(self.head), str(dtype), sizes, getattr(self.ends, "target", None)]
+        described = [str(self.head), str(dtype), sizes, getattr(self.embedding_and_head, "target", None)]
         return hashlib.sha256(repr(described).encode()).hexdigest()
 
     @property
     def weights(self) -> str | None:
-        return fingerprint(self.head, None if self.ends is None else self.ends.modules)
+        return fingerprint(self.head, None if self.embedding_and_head is None else self.embedding_and_head.modules)
 
     def traced(self, kind: ForwardKind, builder: MaskBuilder) -> "TracedHead":
         """Its forwards as a function."""
@@ -178,10 +178,10 @@ class TracedHead(nn.Module):
     def __init__(self, whose: CompilableHead) -> None:
         super().__init__()
         self.own = twin(whose.head).eval()
-        if (ends := whose.ends) is not None:
+        if (embedding_and_head := whose.embedding_and_head) is not None:
             # The exporter looks for weights in modules.
-            self.target = ends.modules
-            setattr(self.own, "ends", replace(ends, head=ends.unpacked or ends.head))  # noqa: B010
+            self.target = embedding_and_head.modules
+            setattr(self.own, "embedding_and_head", replace(embedding_and_head, head=embedding_and_head.unpacked or embedding_and_head.head))  # noqa: B010
 
     def forward(
         self,

@@ -156,13 +156,13 @@ class _Reader:
     """Reads the states of a target.
 
     Attributes:
-        ends: For logits; None if none are kept.
+        embedding_and_head: For logits; None if none are kept.
     """
 
     model: PreTrainedModel
     anatomy: Anatomy
     contents: Contents
-    ends: EmbeddingAndHead | None
+    embedding_and_head: EmbeddingAndHead | None
     vocab_size: int
 
     @classmethod
@@ -180,8 +180,10 @@ class _Reader:
             raise InputError(
                 f"the number of likeliest tokens must be in 1..{width - 1} for this target, got {contents.logits}"
             )
-        ends = None if contents.logits is None else find_embedding_and_head(model, anatomy)
-        return cls(model=model, anatomy=anatomy, contents=contents, ends=ends, vocab_size=width)
+        embedding_and_head = None if contents.logits is None else find_embedding_and_head(model, anatomy)
+        return cls(
+            model=model, anatomy=anatomy, contents=contents, embedding_and_head=embedding_and_head, vocab_size=width
+        )
 
     @property
     def bytes_per_token(self) -> int:
@@ -216,7 +218,7 @@ class _Reader:
         tokens: Int[Tensor, "rows width"] = torch.full((len(documents), width), PADDING)
         for row, document in enumerate(documents):
             tokens[row, : len(document.tokens)] = torch.from_numpy(document.tokens)
-        taps = {*self.contents.taps, *([] if self.ends is None else [self.anatomy.num_layers])}
+        taps = {*self.contents.taps, *([] if self.embedding_and_head is None else [self.anatomy.num_layers])}
         # Padding stands on the right, where no token of a causal model sees it. Logits are computed in chunks later.
         few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
         with tapped(self.anatomy.layers, sorted(taps)) as seen:
@@ -226,13 +228,13 @@ class _Reader:
     def _kept(self, hidden: Mapping[int, Float[Tensor, "length hidden"]]) -> dict[str, Tensor]:
         """The tensors of one document, by their names in a shard, on the target's device."""
         kept = {f"hidden.{tap}": hidden[tap] for tap in dict.fromkeys(self.contents.taps)}
-        if self.ends is None:
+        if self.embedding_and_head is None:
             return kept
-        chunks = [self._rows(self.ends, chunk) for chunk in hidden[self.anatomy.num_layers].split(ROWS)]
+        chunks = [self._rows(self.embedding_and_head, chunk) for chunk in hidden[self.anatomy.num_layers].split(ROWS)]
         return kept | {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
 
-    def _rows(self, ends: EmbeddingAndHead, hidden: Float[Tensor, "chunk hidden"]) -> dict[str, Tensor]:
-        logits = ends.head(ends.norm(hidden))[..., : self.vocab_size]
+    def _rows(self, embedding_and_head: EmbeddingAndHead, hidden: Float[Tensor, "chunk hidden"]) -> dict[str, Tensor]:
+        logits = embedding_and_head.head(embedding_and_head.norm(hidden))[..., : self.vocab_size]
         if not isinstance(self.contents.logits, int):
             return {"logits": logits.to(self.model.dtype)}
         top = TopRows.of(logits, self.contents.logits)

@@ -191,11 +191,14 @@ class Captured:
 
     Args:
         shards: The shards of the manifest's entries, in the same order.
-        ends: The target's ends, to compute all logits from tap `num_layers`; None does not compute them.
+        embedding_and_head: Those of the target, to compute all logits from tap `num_layers`; None does not compute
+            them.
     """
 
-    def __init__(self, manifest: Manifest, shards: Sequence[Shard], ends: EmbeddingAndHead | None = None) -> None:
-        self.manifest, self._shards, self._ends = manifest, shards, ends
+    def __init__(
+        self, manifest: Manifest, shards: Sequence[Shard], embedding_and_head: EmbeddingAndHead | None = None
+    ) -> None:
+        self.manifest, self._shards, self._embedding_and_head = manifest, shards, embedding_and_head
         # For each shard the number of its first document, and the places of its documents.
         self._firsts, self._borders = [0], []
         for entry in manifest.entries:
@@ -255,8 +258,8 @@ class Captured:
                 log_rest=shard.rows("top.log_rest", *rows),
             )
         logits = shard.rows("logits", *rows) if contents.logits == "all" else None
-        if self._ends is not None:
-            logits = self._logits(self._ends, hidden[self.manifest.num_layers])
+        if self._embedding_and_head is not None:
+            logits = self._logits(self._embedding_and_head, hidden[self.manifest.num_layers])
         return CapturedStates(hidden=hidden, rows=top, logits=logits)
 
     def only(self, taps: Collection[int]) -> "Captured":
@@ -269,9 +272,9 @@ class Captured:
         if missing := sorted(set(taps) - set(kept.taps)):
             raise InputError(f"tap {missing[0]} was not captured; the captured taps are {_taps(self.manifest)}")
         contents = replace(kept, taps=tuple(tap for tap in kept.taps if tap in taps))
-        return Captured(replace(self.manifest, contents=contents), self._shards, self._ends)
+        return Captured(replace(self.manifest, contents=contents), self._shards, self._embedding_and_head)
 
-    def with_logits(self, ends: EmbeddingAndHead) -> "Captured":
+    def with_logits(self, embedding_and_head: EmbeddingAndHead) -> "Captured":
         """The same states, with all logits computed from tap `num_layers` by the target's final norm and output layer.
 
         Raises:
@@ -280,11 +283,13 @@ class Captured:
         last = self.manifest.num_layers
         if last not in self.manifest.contents.taps:
             raise InputError(f"logits are computed from tap {last}, and the captured taps are {_taps(self.manifest)}")
-        return Captured(self.manifest, self._shards, ends)
+        return Captured(self.manifest, self._shards, embedding_and_head)
 
     @torch.no_grad()
-    def _logits(self, ends: EmbeddingAndHead, hidden: Float[Tensor, "length hidden"]) -> Float[Tensor, "length vocab"]:
-        return ends.head(ends.norm(hidden))[..., : self.manifest.vocab_size]
+    def _logits(
+        self, embedding_and_head: EmbeddingAndHead, hidden: Float[Tensor, "length hidden"]
+    ) -> Float[Tensor, "length vocab"]:
+        return embedding_and_head.head(embedding_and_head.norm(hidden))[..., : self.manifest.vocab_size]
 
 
 def target_of(model: PreTrainedModel) -> str:

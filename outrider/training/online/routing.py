@@ -46,8 +46,8 @@ class Clusters:
         """Clusters by the target's own input embeddings. Raises InputError if these cannot be read."""
         if not isinstance(target, Readable):
             raise InputError("this target does not show its embeddings, so prompts cannot be put into clusters")
-        ends, device = target.ends(), target.device
-        return cls(lambda tokens: ends.embed(tokens.to(device)), count)
+        embedding_and_head, device = target.embedding_and_head(), target.device
+        return cls(lambda tokens: embedding_and_head.embed(tokens.to(device)), count)
 
     def __call__(self, request: Request) -> int:
         """The cluster of a request."""
