@@ -179,15 +179,15 @@ MAY_BE_ZERO = ("max_warm_slots", "max_warm_tokens")
 
 def documentation(kind: type) -> dict[str, str]:
     """The description of each attribute in the docstrings of a class and its bases, in one line each."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for each in reversed(kind.__mro__):
         section = (
             inspect.cleandoc(each.__dict__.get("__doc__") or "").partition("Attributes:\n")[2].partition("\n\n")[0]
         )
         entries = re.split(r"\n {4}(?=\w)", f"\n{section.rstrip()}")[1:]
         pairs = (entry.partition(": ") for entry in entries)
-        found |= {name: " ".join(text.split()) for name, _, text in pairs}
-    return found
+        descriptions |= {name: " ".join(text.split()) for name, _, text in pairs}
+    return descriptions
 
 
 def _checked(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
@@ -254,9 +254,9 @@ def _toml_value(value: Any) -> str:
 def _table(name: str, text: str) -> dict[str, Any]:
     """The table that a JSON object stands for."""
     try:
-        found = parse_json(text, name)
+        table = parse_json(text, name)
     except InputError as error:
         raise InputError(f"{name} must be a JSON object, got {shown(text)}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(table, dict):
         raise InputError(f"{name} must be a JSON object, got {shown(text)}")
-    return found
+    return table

@@ -122,7 +122,7 @@ class Crowd:
         if seen is None:
             return None
         first, self._first = self._first, False
-        idle_cores = seen.free - seen.own
+        idle_cores = seen.free - seen.of_process
         if threads <= seen.free + (FIRST_MARGIN if first else MARGIN) or (first and idle_cores > MARGIN):
             return None
         return _sentence(None if first else slower, threads, seen.free)

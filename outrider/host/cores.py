@@ -39,8 +39,8 @@ def quota(root: Path = ROOT) -> float:
         _, controllers, place = line.split(":", 2)
         if not controllers or "cpu" in controllers.split(","):
             top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-            own = top / place.lstrip("/")
-            limits += [_limit(group) for group in (own, *own.parents) if group.is_relative_to(top)]
+            group_folder = top / place.lstrip("/")
+            limits += [_limit(group) for group in (group_folder, *group_folder.parents) if group.is_relative_to(top)]
     return min(limits)
 
 
@@ -62,13 +62,13 @@ class CoreUsage:
 
     Attributes:
         seconds: The moment, in seconds since some other one.
-        own: CPU seconds of this process.
+        of_process: CPU seconds of this process.
         busy: CPU seconds of all processes, on the cores of this process's affinity; None if the system does not say.
         load: How many threads wanted a core, on average over the last minute; None if the system does not say.
     """
 
     seconds: float
-    own: float
+    of_process: float
     busy: float | None = None
     load: float | None = None
 
@@ -76,7 +76,7 @@ class CoreUsage:
     def now(cls, root: Path = ROOT) -> "CoreUsage":
         """The usage up to now."""
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-        return cls(seconds=time.monotonic(), own=time.process_time(), busy=_busy(root), load=load)
+        return cls(seconds=time.monotonic(), of_process=time.process_time(), busy=_busy(root), load=load)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +84,11 @@ class Shares:
     """How many cores were used between two moments, and by whom.
 
     Attributes:
-        own: Cores that this process used.
+        of_process: Cores that this process used.
         free: Cores that this process could use: those that other processes left free.
     """
 
-    own: float
+    of_process: float
     free: float
 
 
@@ -99,21 +99,21 @@ def shares(before: CoreUsage, after: CoreUsage) -> Shares | None:
     many threads wanted a core.
     """
     wall = max(after.seconds - before.seconds, 1e-9)
-    own = (after.own - before.own) / wall
+    of_process = (after.of_process - before.of_process) / wall
     if before.busy is not None and after.busy is not None:
-        others = (after.busy - before.busy) / wall - own
+        others = (after.busy - before.busy) / wall - of_process
     elif after.load is not None:
-        others = after.load - own
+        others = after.load - of_process
     else:
         return None
-    return Shares(own=own, free=max(0.0, min(usable_cores(), len(affinity()) - max(0.0, others))))
+    return Shares(of_process=of_process, free=max(0.0, min(usable_cores(), len(affinity()) - max(0.0, others))))
 
 
 def crowded(seen: Shares | None, threads: int) -> bool:
     """Whether other processes took so much of the cores that times say little. False if the system does not say.
 
     Example:
-        >>> crowded(Shares(own=1.0, free=1.2), threads=2), crowded(Shares(own=1.9, free=2.0), threads=2)
+        >>> crowded(Shares(of_process=1.0, free=1.2), threads=2), crowded(Shares(of_process=1.9, free=2.0), threads=2)
         (True, False)
     """
     return seen is not None and seen.free < threads - CROWDED
@@ -124,9 +124,9 @@ def _busy(root: Path) -> float | None:
     try:
         lines = [line.split() for line in (root / "proc/stat").read_text().splitlines()]
         ticks = {line[0]: [int(word) for word in line[1:9]] for line in lines if line[:1] and line[0].startswith("cpu")}
-        found = [ticks[f"cpu{number}"] for number in affinity()]
+        per_core = [ticks[f"cpu{number}"] for number in affinity()]
         # user, nice, system, idle, iowait, irq, softirq, steal
-        worked = sum(sum(each) - each[3] - each[4] for each in found)
+        worked = sum(sum(each) - each[3] - each[4] for each in per_core)
     except (OSError, ValueError, KeyError, IndexError):
         return None
     return worked / os.sysconf("SC_CLK_TCK") if worked else None

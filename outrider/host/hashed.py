@@ -23,14 +23,14 @@ def stamps_of(files: Sequence[Path]) -> tuple[Stamp, ...]:
     Raises:
         OSError: One of them is not there, or is no regular file.
     """
-    found = []
+    entries = []
     for file in files:
         path = os.path.realpath(file)
         if not os.path.isfile(path):
             raise FileNotFoundError(f"{file} is no regular file")
         status = os.stat(path)
-        found.append((path, status.st_size, status.st_mtime_ns))
-    return tuple(found)
+        entries.append((path, status.st_size, status.st_mtime_ns))
+    return tuple(entries)
 
 
 def hashes_of(files: Sequence[Path]) -> list[str]:

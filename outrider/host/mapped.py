@@ -46,14 +46,14 @@ def release_heap() -> None:
 
 def _mappings(maps: Path) -> list[tuple[int, int]]:
     """Where files are mapped for this process alone: begin and end of each mapping."""
-    found = list[tuple[int, int]]()
+    mappings = list[tuple[int, int]]()
     for line in maps.read_text(errors="replace").splitlines():
         place, rights, _, _, inode = line.split(maxsplit=5)[:5]
         # Shared memory may be written by others.
         if inode != "0" and rights.endswith("p"):
             begin, end = place.split("-")
-            found.append((int(begin, 16), int(end, 16)))
-    return found
+            mappings.append((int(begin, 16), int(end, 16)))
+    return mappings
 
 
 def _written(pagemap: Path, begin: int, end: int) -> bool:

@@ -4,21 +4,21 @@ import threading
 from collections.abc import Callable
 
 
-class _Given(threading.local):
+class _HandOver(threading.local):
     """What the calling thread has given."""
 
     call: Callable[[], None] | None = None
 
 
-_given = _Given()
+_of_thread = _HandOver()
 
 
 def hand_over_by(call: Callable[[], None] | None) -> None:
     """Call this whenever the calling thread begins a forward; None calls nothing."""
-    _given.call = call
+    _of_thread.call = call
 
 
 def hand_over() -> None:
     """The calling thread begins a forward. Whatever runs forwards says so, as late as it can."""
-    if _given.call is not None:
-        _given.call()
+    if _of_thread.call is not None:
+        _of_thread.call()

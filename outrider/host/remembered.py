@@ -30,12 +30,12 @@ def read(kind: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
         key: Everything that the values depend on: `machine()` and a description of the model. Values of JSON.
     """
     try:
-        found = json.loads(files.read(_file(kind, key)))
+        record = json.loads(files.read(_file(kind, key)))
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or found.get("key") != _plain(key) or not isinstance(found.get("values"), dict):
+    if not isinstance(record, dict) or record.get("key") != _plain(key) or not isinstance(record.get("values"), dict):
         return None
-    return found["values"]
+    return record["values"]
 
 
 def write(kind: str, key: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -59,8 +59,8 @@ def folder() -> Path:
 
     Set `OUTRIDER_CACHE=/dev/null` to keep nothing.
     """
-    if own := os.environ.get("OUTRIDER_CACHE"):
-        return Path(own)
+    if folder := os.environ.get("OUTRIDER_CACHE"):
+        return Path(folder)
     shared = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification says to ignore a relative path.
     base = Path(shared) if os.path.isabs(shared) else Path(os.path.expanduser("~")) / ".cache"
@@ -87,13 +87,13 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
 
 def shapes(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """The class of each module, and a hash of the names, sizes and types of its weights: not of their values."""
-    found = {}
+    described = {}
     for name, module in modules.items():
         # Asking some quantised layers for their state_dict changes them.
         kept = [*module.named_parameters(), *module.named_buffers()]
         weights = [[key, list(weight.shape), str(weight.dtype)] for key, weight in kept]
-        found[name] = f"{type(module).__name__} {_hash(weights)}"
-    return found
+        described[name] = f"{type(module).__name__} {_hash(weights)}"
+    return described
 
 
 def cpu_name() -> str:

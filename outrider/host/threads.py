@@ -60,10 +60,10 @@ def _pause() -> Callable[[int], int] | None:
         lines = Path("/proc/self/maps").read_text().splitlines()
         # The path is the sixth field, and may hold spaces.
         mapped = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}
-        found: Callable[[int], int] = ctypes.CDLL(mapped.pop()).omp_pause_resource_all
+        pause: Callable[[int], int] = ctypes.CDLL(mapped.pop()).omp_pause_resource_all
     except (OSError, KeyError, AttributeError):
         return None
-    return found
+    return pause
 
 
 def threads_are_bound() -> bool:

@@ -25,7 +25,7 @@ def usages(own: float, others: float, seconds: float = 1.0) -> Iterable[CoreUsag
     """The use of the cores at moments `seconds` apart, if this process and others use so many cores."""
     for i in itertools.count():
         now = seconds * i
-        yield CoreUsage(seconds=now, own=own * now, busy=(own + others) * now)
+        yield CoreUsage(seconds=now, of_process=own * now, busy=(own + others) * now)
 
 
 def said(steps: Sequence[Done], look: Iterable[CoreUsage], threads: int = THREADS) -> list[str]:
@@ -111,7 +111,7 @@ def test_a_single_thread_is_never_too_many():
 
 
 def test_a_system_that_says_nothing_of_its_cores_is_not_judged():
-    moments = (CoreUsage(seconds=float(i), own=0.1 * i) for i in itertools.count())
+    moments = (CoreUsage(seconds=float(i), of_process=0.1 * i) for i in itertools.count())
     assert said([*QUICK, *SLOW], moments) == []
 
 

@@ -53,13 +53,13 @@ def test_a_quota_below_one_core_still_leaves_one_thread(tmp_path):
 
 
 def usage(seconds: float, own: float = 0.0, busy: float | None = None, load: float | None = None) -> CoreUsage:
-    return CoreUsage(seconds=seconds, own=own, busy=busy, load=load)
+    return CoreUsage(seconds=seconds, of_process=own, busy=busy, load=load)
 
 
 def test_what_other_processes_use_is_not_free():
     before, after = usage(10.0, 3.0, 100.0), usage(12.0, 3.5, 101.5)
     found = shares(before, after)
-    assert (found.own, found.free) == pytest.approx((0.25, min(usable_cores(), CORES - 0.5)))
+    assert (found.of_process, found.free) == pytest.approx((0.25, min(usable_cores(), CORES - 0.5)))
 
 
 def test_the_own_work_of_a_process_takes_no_core_from_it():
@@ -96,6 +96,6 @@ def test_a_table_that_says_nothing_is_none(tmp_path, text):
 def test_this_machine_can_be_asked():
     before, after = CoreUsage.now(), CoreUsage.now()
     assert after.seconds >= before.seconds
-    assert after.own >= before.own
+    assert after.of_process >= before.of_process
     found = shares(before, after)
     assert found is None or 0 <= found.free <= usable_cores()
