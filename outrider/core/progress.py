@@ -110,9 +110,9 @@ class Display:
             if self._terminal:
                 self._draw()
             elif self.tasks:
-                self._tell()
+                self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         newest, now = self.tasks[-1], self._clock()
         silent = now - self._reported_at
         if silent >= PERIOD or (silent >= PATIENCE and newest is not self._reported):

@@ -16,7 +16,7 @@ from outrider.verifiers.traits import CHAINS, StatedVerifier
 
 PIECES = 16
 """How many times the rows that fit a cache are worked on in step; more would be memory that is never used again."""
-LEAST = 1e-300
+LEAST_MASS = 1e-300
 """What a division by nothing divides by; what is divided is then 0."""
 
 
@@ -250,7 +250,7 @@ class _Rows:
         scale, gone = (numerators / masses).masked_fill_(masses <= 0, 0.0).to(P)[:, :, None]
         P.mul_(scale).addcmul_(Q, gone, value=-1).clamp_min_(0)
         mass = P.sum(-1).double()
-        torch.div(mass, (mass + (1 - w)).clamp_min_(LEAST), out=w)
+        torch.div(mass, (mass + (1 - w)).clamp_min_(LEAST_MASS), out=w)
         masses[0] = mass
         masses[1].sub_(drawn[1]).clamp_min_(0)
         Q.scatter_(1, x, 0.0)
