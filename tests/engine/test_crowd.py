@@ -129,7 +129,7 @@ def step(seconds: float) -> Step:
 def test_a_process_is_warned_once():
     code = """
 import itertools, warnings
-from outrider.host.cores import Usage, affinity
+from outrider.host.cores import affinity
 from outrider.engine.crowd import Crowd, warn_of_crowd
 from tests.engine.test_crowd import CORES, THREADS, step, usages
 import torch

@@ -102,7 +102,7 @@ def engine(drafter: Drafter, lm: LanguageModel, tree: str = "chain", verifier: s
 
 
 def bound(place: str, lm: LanguageModel, **answers: object) -> Drafter:
-    return catalog.rows("drafter")[kind_in(place)].made(path=place, **answers).bind(TargetInfo.of(lm, None))
+    return catalog.rows("drafter")[kind_in(place)].build(path=place, **answers).bind(TargetInfo.of(lm, None))
 
 
 def read(place: str, model: PreTrainedModel) -> BlockHead:
