@@ -115,4 +115,6 @@ class RecordedText:
             places = zip(self.p, self.q, self.tokens, self.starts, strict=True)
             self._known[tree.kind] = [tree.chances(p, q, token, start) for p, q, token, start in places]
         places_ = self._known[tree.kind]
-        return expected_coverage([tree.survival(places_[i : i + tree.depth]) for i in range(min(before, length))], length)
+        return expected_coverage(
+            [tree.survival(places_[i : i + tree.depth]) for i in range(min(before, length))], length
+        )
