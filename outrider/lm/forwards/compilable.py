@@ -181,7 +181,8 @@ class TracedHead(nn.Module):
         if (embedding_and_head := whose.embedding_and_head) is not None:
             # The exporter looks for weights in modules.
             self.target = embedding_and_head.modules
-            setattr(self.own, "embedding_and_head", replace(embedding_and_head, head=embedding_and_head.unpacked or embedding_and_head.head))  # noqa: B010
+            unpacked = replace(embedding_and_head, head=embedding_and_head.unpacked or embedding_and_head.head)
+            setattr(self.own, "embedding_and_head", unpacked)  # noqa: B010
 
     def forward(
         self,
