@@ -380,7 +380,7 @@ class LearntPositions:
             ...     tokens=tokens, learnt=torch.tensor([[False, True, True, True]]), lengths=torch.tensor([4]), step=0,
             ...     rows=range(1),
             ... )
-            >>> Places.of(batch, 0).labels.tolist(), Places.of(batch, 1).labels.tolist()
+            >>> LearntPositions.of(batch, 0).labels.tolist(), LearntPositions.of(batch, 1).labels.tolist()
             ([9, 5], [5])
         """
         if kept is None:

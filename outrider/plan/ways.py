@@ -60,7 +60,8 @@ class DraftConfiguration:
         """The way in a few words.
 
         Example:
-            >>> Way().name, DraftConfiguration(drafter="suffix", verifier="block", length=4, widths=(1, 1, 1, 1)).name
+            >>> chain = DraftConfiguration(drafter="suffix", verifier="block", length=4, widths=(1, 1, 1, 1))
+            >>> DraftConfiguration().name, chain.name
             ('plain', 'suffix, chain of 4, block')
         """
         if self.is_plain:

@@ -41,7 +41,7 @@ class RaceNoise:
         """For each possible winner, its probability and what is known afterwards.
 
         Example:
-            >>> won = Noise.unknown(2).race([0.25, 0.75])
+            >>> won = RaceNoise.unknown(2).race([0.25, 0.75])
             >>> {token: round(chance, 6) for token, (chance, _) in won.items()}
             {0: 0.25, 1: 0.75}
             >>> [round(chance, 6) for chance, _ in won[0][1].race([0.5, 0.5]).values()]

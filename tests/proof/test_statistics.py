@@ -98,7 +98,8 @@ def test_outputs_of_a_target_in_bfloat16_are_drawn_in_float32_where_rounding_mov
         assert (found.samples is None) == (num_draws == 0)
         calls.append(Counted.calls)
         Counted.calls = 0
-    assert calls[0] == calls[1] > 0
+    # Eight at once, 100 outputs of two steps take 26 forwards. The other checks may share one more or less.
+    assert abs(calls[1] - calls[0]) < 5 < calls[0]
 
 
 # Which outputs are told apart.

@@ -66,8 +66,8 @@ def shares_of(layers: Mapping[int, Layer], device: torch.device) -> dict[torch.d
         device: Where layers are that do not say otherwise.
 
     Example:
-        >>> from outrider.lm.slots.cache import Shape
-        >>> shape = Shape(heads=1, dim=4, dtype=torch.float32)
+        >>> from outrider.lm.slots.cache import StateShape
+        >>> shape = StateShape(heads=1, dim=4, dtype=torch.float32)
         >>> first, second = (Layer(keys=shape, values=shape, device=torch.device("cuda", k)) for k in (0, 1))
         >>> shares_of({0: first, 1: second, 2: second, 3: second}, torch.device("cuda", 0))
         {device(type='cuda', index=0): 0.25, device(type='cuda', index=1): 0.75}

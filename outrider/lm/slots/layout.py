@@ -72,7 +72,7 @@ class NodeOrder:
             width: Places of each row.
 
         Example:
-            >>> Order.of(np.array([2, 1]), rows=(1, 0), width=2).nodes.tolist()
+            >>> NodeOrder.of(np.array([2, 1]), rows=(1, 0), width=2).nodes.tolist()
             [[1, 2], [0, 0]]
         """
         order = np.asarray(rows)
