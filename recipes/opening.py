@@ -1,7 +1,8 @@
 """Opening a model from a prepared cache: seconds and memory of each kind of forward, over those of `from_pretrained`.
 
 `python -m recipes opening --target FOLDER` starts fresh processes in turns: one that loads the models with
-transformers alone, and one for each kind of forward that loads them with outrider. Seconds begin after the imports.
+transformers alone, one that also loads their tokenizers, as `outrider.load` does, and one for each kind of forward that
+loads them with outrider. Seconds begin after the imports.
 Memory is VmRSS of /proc/self/status above that after the imports, over the bytes of the weights; `anonymous` is the
 part of it that no file holds. It is read when the models are loaded, and again behind a prompt and some tokens. Every
 way opens the models once before the first round, so that the cache is warm. The recipe needs Linux. Run
@@ -26,8 +27,8 @@ from outrider.core.progress import task
 from recipes import options
 from recipes.memory import ASSETS, Process
 
-BARE, DEFAULT = "from_pretrained", "default"
-WAYS = (BARE, "eager", "packed", "compiled", DEFAULT)
+BARE, READING, DEFAULT = "from_pretrained", "from_pretrained and tokenizers", "default"
+WAYS = (BARE, READING, "eager", "packed", "compiled", DEFAULT)
 MOST_SECONDS, MOST_MEMORY = 1.5, 1.3
 """The goals: over `from_pretrained`, and over the weights."""
 PROGRAM = """
@@ -35,7 +36,7 @@ import json, re, sys, time
 from pathlib import Path
 way, target, draft, threads = sys.argv[1:]
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 logging.disable_progress_bar()
 torch.set_num_threads(int(threads))
@@ -47,7 +48,9 @@ def memory():
 
 places = [place for place in (target, draft) if place]
 before, began = memory(), time.perf_counter()
-if way == "from_pretrained":
+if way.startswith("from_pretrained"):
+    if way != "from_pretrained":
+        tokenizers = [AutoTokenizer.from_pretrained(place) for place in places]
     models = [AutoModelForCausalLM.from_pretrained(place) for place in places]
     forward = "-"
 else:
@@ -57,7 +60,7 @@ else:
     models = [lm.model for lm in (engine.parts.target, getattr(engine.parts.drafter, "lm", None)) if lm is not None]
     forward = engine.parts.target.forward
 seconds, loaded = time.perf_counter() - began, memory()
-if way != "from_pretrained":
+if not way.startswith("from_pretrained"):
     prompt = [5 + n % 1000 for n in range(200)]
     engine.generate([prompt], max_new_tokens=40, ignore_eos=True)
 worked = memory()
@@ -83,13 +86,14 @@ def opened(way: str, target: Path, draft: Path | None, threads: int) -> dict[str
 
 def summarise(rows: Sequence[Row]) -> dict[str, dict[str, IntervalEstimate]]:
     """For each way: seconds, their ratio to `from_pretrained` in the same round, and memory over the weights."""
-    bare = {row["round"]: row["seconds"] for row in rows if row["way"] == BARE}
+    bare, reading = ({row["round"]: row["seconds"] for row in rows if row["way"] == way} for way in (BARE, READING))
     found = {}
     for way in dict.fromkeys(row["way"] for row in rows):
         own = [row for row in rows if row["way"] == way]
         found[way] = {
             "seconds": _spread([row["seconds"] for row in own]),
             "ratio": _spread([row["seconds"] / bare[row["round"]] for row in own]),
+            "with tokenizers": _spread([row["seconds"] / reading[row["round"]] for row in own]),
             **{
                 f"{when} {kind}": _spread([row[f"{when} {name}"] / row["weights"] for row in own])
                 for when in ("loaded", "worked")
@@ -112,7 +116,7 @@ def main(
     threads: options.Threads = 2,
 ) -> None:
     """Measure seconds and memory of opening a model, over those of from_pretrained and of the weights."""
-    chosen = [Process(name=way) for way in dict.fromkeys([BARE, *ways.split(",")])]
+    chosen = [Process(name=way) for way in dict.fromkeys([BARE, READING, *ways.split(",")])]
     with folder(out, "opening", {"target": target, "draft": draft, "rounds": rounds, "threads": threads}) as place:
         with task("warm-up", len(chosen), "runs") as bar:
             for way in chosen:
@@ -124,8 +128,8 @@ def main(
 
         rows = place.take("measured", turns(chosen, chosen[:1], rounds=rounds), one)
         found = summarise(rows)
-        head: tuple[str, ...] = ("way", "forward", "seconds", f"over {BARE} (goal {MOST_SECONDS})")
-        head += tuple(f"{name}, over the weights (goal {MOST_MEMORY})" for name in list(found[BARE])[2:])
+        head: tuple[str, ...] = ("way", "forward", "seconds", f"over {BARE} (goal {MOST_SECONDS})", f"over {READING}")
+        head += tuple(f"{name}, over the weights (goal {MOST_MEMORY})" for name in list(found[BARE])[3:])
         kinds = {row["way"]: row["forward"] for row in rows}
         lines = [[way, kinds[way], *(each.text() for each in own.values())] for way, own in found.items()]
         text = (

@@ -270,7 +270,7 @@ def each_run(
 def opened(models: Sequence[Path]) -> tuple[str, list[str], str]:
     """Seconds and memory of opening a target, and a draft model beside it."""
     given = [f"--{role}={model}" for role, model in zip(("target", "draft"), models, strict=False)]
-    return OPENING, [sys.executable, "-m", "recipes", "opening", *given, "--rounds", "3"], ""
+    return OPENING, [sys.executable, "-m", "recipes", "opening", *given, "--rounds", "3", "--ways", "default"], ""
 
 
 def benched(

@@ -1,11 +1,12 @@
 """All checks of a pair: the law of its verifier, the dice, the target's rows, its greedy outputs, and its samples."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from outrider.core.deadline import ENDLESS, Deadline
 from outrider.core.progress import task
+from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.lm.protocol import LM
 from outrider.proof.draws import DiceLaw, dice_law_of
@@ -14,7 +15,7 @@ from outrider.proof.identity import Identity, identity
 from outrider.proof.nodes import Nodes, compare_nodes
 from outrider.proof.plain import is_exact, model_of
 from outrider.proof.rule import law_error
-from outrider.proof.statistics import Samples, sampled_law
+from outrider.proof.statistics import LONGEST, Samples, sampled_law
 
 Result = TypeVar("Result")
 SHARE = 0.2
@@ -99,11 +100,13 @@ def prove(
     up_to_ties = checked("greedy up to ties", lambda: identity(engine, prompts, num_tokens, end.part(SHARE)))
     samples = None
     if num_draws:
-        # In the first of these prompts, drafters that look for repetitions find one. They are drawn in float32: in
-        # bfloat16, rounding moves tokens across the bounds of top-k and top-p, and probabilities by some percent.
-        repeated = [[*prompts[0], *prompts[0]], *prompts]
+        # Outputs are drawn in float32: in bfloat16, rounding moves tokens across the bounds of top-k and top-p, and
+        # probabilities by some percent.
         drawn = engine if is_exact(target) else exact
-        samples = checked("samples", lambda: sampled_law(drawn, repeated, num_draws, temperature, seed, until))
+        samples = checked(
+            "samples",
+            lambda: sampled_law(drawn, [_repeated(drawn, prompts[0]), *prompts], num_draws, temperature, seed, until),
+        )
     return Proof(
         law_error=error,
         dice=dice,
@@ -115,6 +118,19 @@ def prove(
         samples=samples,
         errors=errors,
     )
+
+
+def _repeated(engine: Engine, prompt: Sequence[int]) -> list[int]:
+    """A prompt, its likeliest output, and the prompt again: drafters that look for repetitions find one there, and the
+    target likes what they draft.
+    """
+    room = engine.parts.target.max_context - 2 * len(prompt) - LONGEST
+    if room <= LONGEST:
+        return [*prompt, *prompt]
+    greedy = Sampling(temperature=0.0, seed=0)
+    (output,) = engine.generate([prompt], max_new_tokens=LONGEST, ignore_eos=True, sampling=greedy)
+    engine.rest()
+    return [*prompt, *output.tokens, *prompt]
 
 
 def _checked(name: str, check: Callable[[], Result], errors: dict[str, str]) -> Result | None:
