@@ -128,8 +128,8 @@ def learn(task: LearnTask) -> Callable[[Console], dict[str, Any]]:
 
 def lessons_from(task: LearnTask) -> list[dict[str, Any]]:
     """What the source holds, as records of a corpus. Raises InputError where there is too little."""
-    from outrider.serve.answers_log import ROUTE, lessons_of
     from outrider.serve.client.remote import RemoteError
+    from outrider.serve.observe.answers_log import ROUTE, lessons_of
 
     if is_url(task.source):
         try:
@@ -238,7 +238,7 @@ def _weights(task: LearnTask, name: str, exported: Path | None) -> Path:
     """
     from outrider.handoff.export import export
     from outrider.handoff.order import ExportRequest
-    from outrider.serve.renewal import WEIGHTS
+    from outrider.serve.run.renewal import WEIGHTS
 
     place = task.out
     if exported is not None and name != "model":

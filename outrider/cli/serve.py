@@ -19,8 +19,8 @@ from outrider.setup import Setup
 if TYPE_CHECKING:
     from outrider.drafters.protocol import Drafter
     from outrider.engine.engine import Engine
-    from outrider.serve.learner import OnlineLearner
-    from outrider.serve.renewal import Renewal
+    from outrider.serve.run.learner import OnlineLearner
+    from outrider.serve.run.renewal import Renewal
     from outrider.serve.settings import HttpSettings
 else:
     Drafter = Engine = OnlineLearner = Renewal = HttpSettings = object
@@ -151,10 +151,10 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptio
     check_extra()
     from outrider.cli.opened import opened
     from outrider.serve.app import make_app
-    from outrider.serve.logs import use_json
+    from outrider.serve.observe.logs import use_json
+    from outrider.serve.observe.traces import Traces
+    from outrider.serve.run.service import Service
     from outrider.serve.server import Endings, bound_socket, run, url_of
-    from outrider.serve.service import Service
-    from outrider.serve.traces import Traces
 
     learn.check(setup)
     settings = options.settings(setup)
@@ -309,7 +309,7 @@ def renewal_of(setup: Setup, options: ServeOptions, engine: Engine, own: str) ->
         own: The name of the engine's own drafter.
     """
     from outrider.assembly import assemble, completed
-    from outrider.serve.renewal import Renewal
+    from outrider.serve.run.renewal import Renewal
 
     specs = {own: str(completed(setup).drafter)} | {spec.partition(":")[0]: spec for spec in options.other_drafter}
 
@@ -324,7 +324,7 @@ def learner_of(learn: LearnOptions, engine: Engine) -> "OnlineLearner | None":
     learning = learn.begin(engine, serves=True)
     if learning is None:
         return None
-    from outrider.serve.learner import OnlineLearner
+    from outrider.serve.run.learner import OnlineLearner
 
     return OnlineLearner(engine, learning)
 

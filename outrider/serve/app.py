@@ -8,25 +8,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.core.inputs import InputError
-from outrider.serve import admin, chat, completions, messages, models, prometheus, responses_api
-from outrider.serve.answers import LEFT, as_api
-from outrider.serve.answers_log import AnswersLog, opened_log
-from outrider.serve.calls import ClientGone
-from outrider.serve.errors import ApiError
+from outrider.serve.api import admin, chat, completions, messages, models, responses
+from outrider.serve.api.answers import LEFT, as_api
+from outrider.serve.api.bodies import ChatBody, CompletionBody, DetokenizeBody, DrafterBody, TokenizeBody
+from outrider.serve.api.calls import ClientGone
+from outrider.serve.api.errors import ApiError
+from outrider.serve.api.front import Front, is_anthropics
+from outrider.serve.api.gateway import Gateway
+from outrider.serve.api.messages_body import CountRequest, MessagesRequest
+from outrider.serve.api.openapi import describe
+from outrider.serve.api.responses_body import ResponsesRequest
 from outrider.serve.failures import JobError
-from outrider.serve.front import Front, is_anthropics
-from outrider.serve.gateway import Gateway
 from outrider.serve.keys import Keys
-from outrider.serve.messages_request import CountRequest, MessagesRequest
-from outrider.serve.openapi import describe
+from outrider.serve.observe import prometheus
+from outrider.serve.observe.answers_log import AnswersLog, opened_log
+from outrider.serve.observe.prometheus import Metrics
+from outrider.serve.observe.traces import Traces
 from outrider.serve.page import routes as page
 from outrider.serve.page.routes import PageBody
-from outrider.serve.prometheus import Metrics
-from outrider.serve.requests import ChatBody, CompletionBody, DetokenizeBody, DrafterBody, TokenizeBody
-from outrider.serve.responses_request import ResponsesRequest
-from outrider.serve.service import Service
+from outrider.serve.run.service import Service
 from outrider.serve.settings import HttpSettings
-from outrider.serve.traces import Traces
 
 
 def make_app(service: Service, settings: HttpSettings | None = None, traces: Traces | None = None) -> FastAPI:
@@ -43,7 +44,7 @@ def make_app(service: Service, settings: HttpSettings | None = None, traces: Tra
     app = FastAPI(title="Outrider", version=gateway.version, docs_url=None, redoc_url=None)
     app.state.gateway = gateway
     app.state.metrics = Metrics(service, unread=lambda: gateway.counts["parse_failures"])
-    for routes in (completions, chat, models, messages, responses_api, admin, prometheus, page):
+    for routes in (completions, chat, models, messages, responses, admin, prometheus, page):
         app.include_router(routes.router)
     bodies: list[type[BaseModel]] = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, DrafterBody]
     describe(app, [*bodies, MessagesRequest, CountRequest, ResponsesRequest, PageBody])

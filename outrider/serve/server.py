@@ -12,8 +12,8 @@ from fastapi import FastAPI
 from uvicorn.loops.auto import auto_loop_factory
 
 from outrider.core.inputs import InputError
-from outrider.serve.headers import bounded
-from outrider.serve.service import Service
+from outrider.serve.api.headers import bounded
+from outrider.serve.run.service import Service
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 DEATH_SECONDS = 5.0

@@ -15,7 +15,7 @@ from outrider.core.inputs import InputError
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_HEAD, EMBEDDED_TARGET
 from outrider.handoff.export import export
 from outrider.handoff.order import ExportRequest
-from outrider.serve.answers_log import line_of
+from outrider.serve.observe.answers_log import line_of
 from outrider.serve.settings import HttpSettings
 from outrider.serve.vllm.launch import Launch, VllmSpeculation
 from outrider.serve.vllm.options import EngineOptions

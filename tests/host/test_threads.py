@@ -13,7 +13,7 @@ import outrider
 from outrider import InputError
 from outrider.host.cores import affinity
 from outrider.host.threads import BINDINGS, NUMBERS, release_threads, use_threads
-from outrider.serve.service import Service
+from outrider.serve.run.service import Service
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,13 @@ from uvicorn.loops.auto import auto_loop_factory
 
 import outrider
 from outrider import Engine
+from outrider.serve.api.headers import bounded
 from outrider.serve.app import make_app
-from outrider.serve.headers import bounded
 from outrider.serve.limits import Limits
-from outrider.serve.renewal import Renewal
-from outrider.serve.service import Service
+from outrider.serve.observe.traces import Traces
+from outrider.serve.run.renewal import Renewal
+from outrider.serve.run.service import Service
 from outrider.serve.settings import HttpSettings
-from outrider.serve.traces import Traces
 
 NAME = "pair"
 

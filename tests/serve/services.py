@@ -9,8 +9,8 @@ from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation
 from outrider.engine.output import Output
-from outrider.serve.job import OutputTask, StepOutput
-from outrider.serve.service import JobError, Service, Ticket
+from outrider.serve.run.job import OutputTask, StepOutput
+from outrider.serve.run.service import JobError, Service, Ticket
 
 GREEDY = Sampling(temperature=0, seed=0)
 

@@ -6,7 +6,7 @@ import time
 
 import httpx
 
-from outrider.serve.answers_log import ROUTE, AnswersLog, lessons_of, opened_log, pieces_of
+from outrider.serve.observe.answers_log import ROUTE, AnswersLog, lessons_of, opened_log, pieces_of
 from outrider.serve.settings import HttpSettings
 from tests.serve.served import loaded, serving
 

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from outrider.serve.api.bodies import ChatBody, CompletionBody
 from outrider.serve.limits import Limits
-from outrider.serve.requests import ChatBody, CompletionBody
 from tests.serve.served import loaded, serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

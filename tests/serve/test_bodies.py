@@ -2,9 +2,9 @@
 
 import pytest
 
-from outrider.serve.bodies import checked, parsed
-from outrider.serve.errors import ApiError
-from outrider.serve.requests import ChatBody, CompletionBody
+from outrider.serve.api.bodies import ChatBody, CompletionBody
+from outrider.serve.api.errors import ApiError
+from outrider.serve.api.read import checked, parsed
 
 
 def error_of(value: object, model: type = CompletionBody) -> ApiError:

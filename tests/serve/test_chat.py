@@ -10,9 +10,9 @@ import pytest
 
 import outrider
 from outrider.core.sampling import unpacked
-from outrider.serve.formats import grammar_of
+from outrider.serve.api.bodies import ChatBody
+from outrider.serve.api.formats import grammar_of
 from outrider.serve.limits import Limits
-from outrider.serve.requests import ChatBody
 from outrider.serve.settings import HttpSettings
 from tests.serve.served import loaded, serving
 from tests.serve.streams import chunks, post

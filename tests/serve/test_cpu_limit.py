@@ -12,9 +12,9 @@ import outrider
 from outrider.constraints.grammar import regex
 from outrider.core.inputs import InputError
 from outrider.engine.generation import Generation
-from outrider.serve import service as module
-from outrider.serve.cpu_limit import MOST_LEFT, Lane, Limited, Overloaded, ThreadClock
-from outrider.serve.service import Limits
+from outrider.serve.run import service as module
+from outrider.serve.run.cpu_limit import MOST_LEFT, Lane, Limited, Overloaded, ThreadClock
+from outrider.serve.run.service import Limits
 from tests.serve.services import GREEDY, run
 
 pytestmark = pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="threads have no clocks here")
@@ -119,7 +119,7 @@ def test_others_do_not_wait_for_work_that_was_given_up_and_threads_that_are_left
 def test_a_process_ends_while_a_thread_works() -> None:
     program = """
 import asyncio
-from outrider.serve.cpu_limit import Limited
+from outrider.serve.run.cpu_limit import Limited
 
 def endless():
     while True:

@@ -5,7 +5,7 @@ import pytest
 import outrider
 from outrider.core.types import Sampling, Step, Timing
 from outrider.decoding.protocol import Cycle
-from outrider.serve.kinds import kinds
+from outrider.serve.page.kinds import kinds
 
 PROMPT = "One day, a boy named Tim went to the park with his dog. They"
 

@@ -12,8 +12,8 @@ import torch
 
 from outrider.core.inputs import InputError
 from outrider.drafters.model import ModelDrafter
-from outrider.serve.job import RequestSpeculation
-from outrider.serve.learner import OnlineLearner
+from outrider.serve.run.job import RequestSpeculation
+from outrider.serve.run.learner import OnlineLearner
 from outrider.training.online.learning import Learning
 from outrider.training.online.pupil import OnlineSettings
 from tests.serve.services import GREEDY, job, made, read, run

@@ -6,9 +6,9 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from outrider.serve.errors import ApiError
-from outrider.serve.messages_answer import MessageAnswer, error_body
-from outrider.serve.messages_request import MessagesRequest, chat_body
+from outrider.serve.api.errors import ApiError
+from outrider.serve.api.messages_body import MessagesRequest, chat_body
+from outrider.serve.api.messages_writer import MessageAnswer, error_body
 from tests.serve.chunks import call, chunk, usage
 
 EVENT = TypeAdapter(RawMessageStreamEvent)

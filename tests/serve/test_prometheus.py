@@ -5,7 +5,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families as families
 
-from outrider.serve.prometheus import COUNTERS, HISTOGRAMS
+from outrider.serve.observe.prometheus import COUNTERS, HISTOGRAMS
 from tests.serve.served import NAME, loaded, serving
 
 PROMPT = "One day, a boy named Tim went to the park with his dog. They"

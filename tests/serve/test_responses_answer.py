@@ -4,9 +4,9 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from outrider.serve.errors import ApiError
-from outrider.serve.responses_answer import ResponseAnswer
-from outrider.serve.responses_request import ResponsesRequest, chat_body
+from outrider.serve.api.errors import ApiError
+from outrider.serve.api.responses_body import ResponsesRequest, chat_body
+from outrider.serve.api.responses_writer import ResponseAnswer
 from tests.serve.chunks import call, chunk, usage
 
 EVENT = TypeAdapter(ResponseStreamEvent)

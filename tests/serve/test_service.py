@@ -14,8 +14,8 @@ from outrider.core.inputs import InputError
 from outrider.core.types import Sampling
 from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.generation import Generation
-from outrider.serve.job import OutputTask, RequestSpeculation
-from outrider.serve.service import (
+from outrider.serve.run.job import OutputTask, RequestSpeculation
+from outrider.serve.run.service import (
     Draining,
     EngineDead,
     Limits,

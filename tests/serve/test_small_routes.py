@@ -20,10 +20,10 @@ from outrider.cli.serve import ServeOptions, drafter_name, renewal_of
 from outrider.embedded import EMBEDDED_DRAFT
 from outrider.lengths.costs import CostTable
 from outrider.lengths.experience import Experience
+from outrider.serve.api.models import _cost_table
 from outrider.serve.app import make_app
 from outrider.serve.limits import Limits
-from outrider.serve.models import _cost_table
-from outrider.serve.service import Service
+from outrider.serve.run.service import Service
 from outrider.serve.settings import HttpSettings
 from tests.serve.served import loaded, serving
 from tests.serve.streams import post

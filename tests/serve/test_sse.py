@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.serve.sse import KEEP_ALIVE, EventStream, dumps, event
+from outrider.serve.api.sse import KEEP_ALIVE, EventStream, dumps, event
 
 Body = Callable[[], AsyncIterator[bytes]]
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from outrider.serve.thinking import BehindThinking
+from outrider.serve.run.thinking import BehindThinking
 
 VOCAB, END, OPEN, CLOSE = 70, 31, 5, 63
 WORDS = -(-VOCAB // 32)

@@ -6,7 +6,7 @@ import math
 import pytest
 
 import outrider
-from outrider.serve.tokens import LEAST, Offsets, Vocabulary
+from outrider.serve.api.tokens import LEAST, Offsets, Vocabulary
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ import pytest
 from outrider.cli.serve import ServeOptions
 from outrider.core.inputs import InputError
 from outrider.serve.limits import Limits
-from outrider.serve.logs import LOGGERS, use_json
+from outrider.serve.observe.logs import LOGGERS, use_json
+from outrider.serve.observe.traces import Traces, _is_installed
 from outrider.serve.settings import HttpSettings
-from outrider.serve.traces import Traces, _is_installed
 from tests.serve.served import NAME, loaded, serving
 
 PROMPT = "Once upon a time there was a secret"
@@ -267,6 +267,6 @@ def test_an_error_of_the_log_is_one_line_too() -> None:
 def test_traces_need_a_url_and_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="otlp_traces_endpoint must begin with http:// or https://, got 'localhost'"):
         Traces.to("localhost")
-    monkeypatch.setattr("outrider.serve.traces._is_installed", lambda library: False)
+    monkeypatch.setattr("outrider.serve.observe.traces._is_installed", lambda library: False)
     with pytest.raises(InputError, match=r"--otlp-traces-endpoint needs opentelemetry.sdk; .*outrider\[otel\]"):
         Traces.to("http://127.0.0.1:4318/v1/traces")

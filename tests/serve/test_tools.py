@@ -7,9 +7,9 @@ import pytest
 
 import outrider
 from outrider.core.inputs import InputError
-from outrider.serve import tools
-from outrider.serve.outputs import joined
-from outrider.serve.tools import ForcedReader, OutputParser, OutputReader, Piece, PlainReader
+from outrider.serve.api.outputs import joined
+from outrider.serve.run import parser
+from outrider.serve.run.parser import ForcedReader, OutputParser, OutputReader, Piece, PlainReader
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
 XML = """<tool_call>
@@ -66,7 +66,7 @@ def test_known_templates_read_reasoning_content_and_calls(
 
 def reading_at(reading: OutputParser, prompt: str) -> OutputReader:
     assert reading.template is not None
-    return tools.TemplateReader(reading.tokenizer, reading.template, prompt, [WEATHER])
+    return parser.TemplateReader(reading.tokenizer, reading.template, prompt, [WEATHER])
 
 
 def test_reasoning_that_the_prompt_opened_is_reasoning(

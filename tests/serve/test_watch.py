@@ -6,10 +6,10 @@ import pytest
 
 from outrider.core.inputs import InputError
 from outrider.engine.engine import Engine
-from outrider.serve import worker
-from outrider.serve.job import RequestSpeculation
-from outrider.serve.service import Limits
-from outrider.serve.watch import Histogram
+from outrider.serve.observe.watch import Histogram
+from outrider.serve.run import worker
+from outrider.serve.run.job import RequestSpeculation
+from outrider.serve.run.service import Limits
 from tests.serve.services import job, made, read, run, until
 from tests.world.models import engine, target
 

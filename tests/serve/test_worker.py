@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from outrider.serve import worker
+from outrider.serve.run import worker
 from tests.serve.services import job, made, run
 from tests.world.models import engine
 

@@ -11,19 +11,19 @@ from starlette.responses import Response, StreamingResponse
 
 from outrider.core.inputs import InputError
 from outrider.engine.text import TextStream
-from outrider.serve.answers import failed
-from outrider.serve.chat_prompt import messages_of
-from outrider.serve.errors import ApiError, of_input, refuse
-from outrider.serve.gateway import Gateway, gateway_of
+from outrider.serve.api.answers import failed
+from outrider.serve.api.bodies import ChatMessage, GenerationBody
+from outrider.serve.api.chat_prompt import messages_of
+from outrider.serve.api.errors import ApiError, of_input, refuse
+from outrider.serve.api.gateway import Gateway, gateway_of
+from outrider.serve.api.jobs import check, choices_of, fitted
+from outrider.serve.api.openapi import OPENAIS, answers, body_of, errors
+from outrider.serve.api.sse import EventStream, event
 from outrider.serve.ids import request_id
-from outrider.serve.job import OutputTask, StepOutput
-from outrider.serve.jobs import check, choices_of, fitted
-from outrider.serve.kinds import kinds
-from outrider.serve.openapi import OPENAIS, answers, body_of, errors
+from outrider.serve.page.kinds import kinds
 from outrider.serve.page.trees import ShownNode, Trees
-from outrider.serve.requests import ChatMessage, GenerationBody
-from outrider.serve.service import Ticket
-from outrider.serve.sse import EventStream, event
+from outrider.serve.run.job import OutputTask, StepOutput
+from outrider.serve.run.service import Ticket
 
 FILES = {
     "": ("index.html", "text/html; charset=utf-8"),

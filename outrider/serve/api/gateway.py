@@ -1,0 +1,127 @@
+"""What all routes share: the service, the settings, and how outputs are read."""
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import version
+from typing import TYPE_CHECKING, TypeVar
+
+import pydantic
+from starlette.requests import Request
+
+from outrider import catalog
+from outrider.decoding.protocol import Parts
+from outrider.serve.api.errors import ApiError
+from outrider.serve.api.read import read
+from outrider.serve.api.tokens import Vocabulary
+from outrider.serve.ids import request_id
+from outrider.serve.run.parser import OutputParser
+from outrider.serve.run.service import Service
+from outrider.serve.settings import HttpSettings
+
+if TYPE_CHECKING:
+    from outrider.serve.observe.traces import Traces
+
+Body = TypeVar("Body", bound=pydantic.BaseModel)
+MOST_UNKNOWN = 1000
+"""Most unknown fields of requests that are logged."""
+log = logging.getLogger("outrider.serve")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gateway:
+    """Between HTTP and the service.
+
+    Attributes:
+        reading: How reasoning and tool calls are found in outputs.
+        running: Names of the requests that run.
+        counts: What happened how often: `parse_failures` counts tool calls that could not be read.
+        unknown: Fields of requests so far that nobody knows.
+        traces: Where spans of requests go; None makes none.
+    """
+
+    service: Service
+    settings: HttpSettings
+    vocabulary: Vocabulary
+    reading: OutputParser
+    running: set[str] = field(default_factory=set)
+    counts: Counter[str] = field(default_factory=Counter)
+    unknown: set[str] = field(default_factory=set)
+    traces: "Traces | None" = None
+    _fingerprints: dict[int, tuple[Parts, str]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, service: Service, settings: HttpSettings, traces: "Traces | None" = None) -> "Gateway":
+        """The gateway of a service. Raises InputError for a response template that cannot be used."""
+        return cls(
+            service=service,
+            settings=settings,
+            vocabulary=Vocabulary(service.tokenizer, service.engine.parts.target.vocab_size),
+            reading=OutputParser.of(service.tokenizer, settings.response_template),
+            traces=traces,
+        )
+
+    @property
+    def name(self) -> str:
+        """The model's name in answers."""
+        return self.service.names[0]
+
+    @property
+    def created(self) -> int:
+        """When the server started, in seconds since 1970."""
+        return int(self.service.started)
+
+    @cached_property
+    def version(self) -> str:
+        """The version of Outrider."""
+        return version("outrider")
+
+    @property
+    def fingerprint(self) -> str:
+        """A name for what decides about outputs: the version, the target's shape and the parts."""
+        parts, target = self.service.engine.parts, self.service.engine.parts.target
+        if (known := self._fingerprints.get(id(parts))) is not None and known[0] is parts:
+            return known[1]
+        said = [self.version, self.name, target.vocab_size, target.max_context, str(target.device)]
+        said += [catalog.name_of(part) for part in (parts.drafter, parts.verifier, parts.tree, parts.length)]
+        found = "fp_" + hashlib.sha256(json.dumps(said).encode()).hexdigest()[:12]
+        # That of the newest parts: to ask for all names takes as long as an event.
+        self._fingerprints.clear()
+        self._fingerprints[id(parts)] = parts, found
+        return found
+
+    async def read(self, request: Request, model: type[Body]) -> Body:
+        """The body of a request."""
+        limits = self.service.limits
+        return await read(request, model, most_bytes=limits.max_body_bytes, most_depth=limits.max_json_depth)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError for a model that is not served."""
+        if name is not None and name not in self.service.names:
+            raise ApiError(
+                404,
+                f"there is no model {name[:200]!r} here; this server has {', '.join(self.service.names)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def note_unknown(self, names: Iterable[str]) -> None:
+        """Log fields that nobody knows, each once."""
+        for name in names:
+            if name not in self.unknown and len(self.unknown) < MOST_UNKNOWN:
+                self.unknown.add(name)
+                log.debug("a request has the unknown field %.100r", name)
+
+    def unique(self, id: str) -> str:
+        """The name, or a similar one that no running request has."""
+        return f"{id}-{request_id(None)[:8]}" if id in self.running else id
+
+
+def gateway_of(request: Request) -> Gateway:
+    """The gateway of the app that answers a request."""
+    found: Gateway = request.app.state.gateway
+    return found

@@ -1,0 +1,140 @@
+"""Bodies of requests: read within limits, as JSON, as a checked model."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pydantic
+import pydantic_core
+from starlette.requests import ClientDisconnect, Request
+
+from outrider.core.inputs import shown
+from outrider.serve.api.errors import ApiError, refuse
+
+Body = TypeVar("Body", bound=pydantic.BaseModel)
+MOST_ERRORS = 10
+"""Most wrong fields that an answer lists."""
+
+
+async def read(request: Request, model: type[Body], *, most_bytes: int, most_depth: int) -> Body:
+    """The request's body.
+
+    Args:
+        most_bytes: Longest body.
+        most_depth: Deepest nesting of its JSON.
+
+    Raises:
+        ApiError: The body is too long, not JSON, or its fields are wrong.
+    """
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise ApiError(415, f"the body must be JSON (Content-Type: application/json), got {shown(kind)}")
+    value = parsed(await whole(request, most_bytes), most_depth)
+    if not isinstance(value, dict):
+        refuse(None, "the body must be a JSON object", "invalid_json")
+    return checked(model, value)
+
+
+def checked(model: type[Body], value: Any) -> Body:
+    """A value as a model. Raises ApiError if fields are wrong."""
+    try:
+        return model.model_validate(value)
+    except pydantic.ValidationError as error:
+        raise of_fields(error.errors(include_url=False, include_context=False), value) from None
+
+
+def of_fields(errors: Sequence[Mapping[str, Any]], value: Any) -> ApiError:
+    """The answer to wrong fields."""
+    found: dict[str, list[str]] = {}
+    for each in errors:
+        path, given = _path(each["loc"], value, missing=each["type"] == "missing")
+        known = {"missing": "is missing", "extra_forbidden": "is unknown"}
+        message = known.get(each["type"]) or _lower(each["msg"]) + f", got {shown(given)}"
+        said = found.setdefault(path, [])
+        if message not in said:
+            said.append(message)
+    lines = [f"{path or 'the body'}: {' or '.join(said[:3])}" for path, said in found.items()]
+    more = f"; and {len(lines) - MOST_ERRORS} more" if len(lines) > MOST_ERRORS else ""
+    return ApiError(400, "; ".join(lines[:MOST_ERRORS]) + more, param=next(iter(found)) or None)
+
+
+def parsed(body: bytes, most_depth: int) -> Any:
+    """The value of a JSON text. Raises ApiError if it is none, or too deep."""
+    try:
+        value = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        refuse(None, f"the body is not JSON: {error}", "invalid_json")
+    if deeper(value, most_depth):
+        refuse(None, f"the body's JSON is nested more than {most_depth} levels deep", "invalid_json")
+    return value
+
+
+async def save(request: Request, place: Path, most: int) -> None:
+    """Write the body to a file. Raises ApiError as soon as it is too long, or if it ends early."""
+    with place.open("wb") as file:
+        async for chunk in _chunks(request, most):
+            await asyncio.to_thread(file.write, chunk)
+
+
+async def whole(request: Request, most: int) -> bytes:
+    """The body. Stops reading as soon as it is too long, whatever its header says."""
+    return b"".join([chunk async for chunk in _chunks(request, most)])
+
+
+async def _chunks(request: Request, most: int) -> AsyncIterator[bytes]:
+    announced = request.headers.get("content-length", "")
+    if announced.isascii() and announced.isdigit() and (len(announced) > 18 or int(announced) > most):
+        raise _too_large(most)
+    size = 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > most:
+                raise _too_large(most)
+            yield chunk
+    except ClientDisconnect:
+        raise ApiError(400, "the body ended early", code="invalid_json") from None
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is longer than {most} bytes; shorten it", headers={"connection": "close"})
+
+
+def deeper(value: Any, most: int) -> bool:
+    """Whether a value of JSON is nested more than `most` levels deep."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, dict | list)
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _path(places: Sequence[int | str], value: Any, *, missing: bool) -> tuple[str, Any]:
+    """The path of a field with dots, and what stands there. Names of types, which pydantic adds, are left out."""
+    found: list[str] = []
+    for i, place in enumerate(places):
+        inside = place in value if isinstance(value, Mapping) else isinstance(place, int) and _holds(value, place)
+        if inside:
+            value = value[place]
+        elif not (missing and i == len(places) - 1):
+            continue
+        found.append(str(place)[:200])
+    return ".".join(found), value
+
+
+def _holds(value: Any, place: int) -> bool:
+    return isinstance(value, list) and place < len(value)
+
+
+def _lower(message: str) -> str:
+    """pydantic's message as the end of a sentence."""
+    said = message.removeprefix("Value error, ").removeprefix("Input ")
+    return said[:1].lower() + said[1:]

@@ -1,0 +1,174 @@
+"""What a request used: its tokens, and its speed as vLLM's clients read it."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+from outrider import catalog
+from outrider.core.types import Step
+from outrider.decoding.protocol import Parts
+from outrider.drafters.none import NoDrafter
+from outrider.engine.output import Output, Times
+from outrider.serve.run.job import RequestSpeculation
+
+
+class PromptDetails(TypedDict):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+
+
+class CompletionDetails(TypedDict):
+    """Of the output's tokens."""
+
+    reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class TokenUsage(TypedDict):
+    """Numbers of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+def usage(
+    prompt: int, completion: int, *, cached: int = 0, reasoning: int = 0, accepted: int = 0, rejected: int = 0
+) -> TokenUsage:
+    """The numbers of tokens of a request.
+
+    Args:
+        accepted: Accepted draft tokens of the client's prediction.
+        rejected: Rejected draft tokens of the client's prediction.
+    """
+    return TokenUsage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptDetails(cached_tokens=cached),
+        completion_tokens_details=CompletionDetails(
+            reasoning_tokens=reasoning, accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
+        ),
+    )
+
+
+@dataclass(kw_only=True)
+class OutputTally:
+    """The steps of one output; changes in place.
+
+    Attributes:
+        drafted: Draft tokens of each step; of a tree its nodes.
+        accepted: Accepted ones of each step.
+        emitted: Number of tokens that the steps emitted.
+    """
+
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    emitted: int = 0
+    drafter_seconds: float = 0.0
+    target_seconds: float = 0.0
+
+    def add(self, step: Step) -> None:
+        """Count a step."""
+        self.drafted.append(step.num_draft_tokens)
+        self.accepted.append(step.num_accepted_tokens)
+        self.emitted += len(step.tokens)
+        self.drafter_seconds += step.timing.drafter
+        self.target_seconds += step.timing.target
+
+
+def metrics(
+    tally: OutputTally,
+    times: Times,
+    output: Output,
+    parts: Parts,
+    asked: RequestSpeculation,
+    detail: Literal["summary", "detailed"],
+) -> dict[str, Any]:
+    """The speed of one output. Times are milliseconds, with vLLM's meanings: the first token is timed from the start of
+    the prompt, not from the request's arrival.
+    """
+    tokens = len(output.tokens)
+    admitted = times.queued if times.admitted is None else times.admitted
+    first = times.last if times.first is None else times.first
+    timed = first is not None and times.last is not None
+    generation = times.last - first if timed and times.last is not None and first is not None else 0.0
+    total = times.last - admitted if times.last is not None else 0.0
+    return {
+        "time_to_first_token_ms": None if first is None else 1000 * (first - admitted),
+        "generation_time_ms": 1000 * generation,
+        "queue_time_ms": 1000 * (admitted - times.queued),
+        "mean_itl_ms": 1000 * generation / (tokens - 1) if tokens > 1 else None,
+        "tokens_per_second": tokens / total if total > 0 else None,
+        "speculative_decoding": speculative(tally, parts, asked, detail),
+        "outrider": _own(tally, output, parts, asked),
+    }
+
+
+def speculative(
+    tally: OutputTally, parts: Parts, asked: RequestSpeculation, detail: Literal["summary", "detailed"]
+) -> dict[str, Any] | None:
+    """The speculation of one output in vLLM's fields; None if there is none. Steps that drafted nothing do not count.
+
+    Of trees, draft tokens are nodes and the histogram counts depths.
+    """
+    if is_plain(parts, asked):
+        return None
+    pairs = [(drafted, accepted) for drafted, accepted in zip(tally.drafted, tally.accepted, strict=True) if drafted]
+    drafted, accepted = [each[0] for each in pairs], [each[1] for each in pairs]
+    depth = max([deepest(parts, asked), *accepted])
+    found = {
+        "mean_acceptance_length": 1 + sum(accepted) / len(pairs) if pairs else 1.0,
+        "draft_acceptance_rate": sum(accepted) / sum(drafted) if pairs else 0.0,
+        "acceptance_histogram": histogram(accepted, depth),
+        "num_spec_steps": len(pairs),
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": sum(drafted),
+        "num_spec_tokens": depth,
+    }
+    return found | {"per_step_accepted": accepted, "per_step_drafted": drafted} if detail == "detailed" else found
+
+
+def is_plain(parts: Parts, asked: RequestSpeculation) -> bool:
+    """Whether nothing is drafted at all."""
+    return isinstance(parts.drafter, NoDrafter) or asked.enabled is False or asked.max_tokens == 0
+
+
+def deepest(parts: Parts, asked: RequestSpeculation) -> int:
+    """Deepest draft of a step."""
+    most = getattr(parts.length, "most", None)
+    found = int(most) if most is not None else parts.length.limit(parts.length.open())
+    return found if asked.max_tokens is None else min(found, asked.max_tokens)
+
+
+def histogram(accepted: Sequence[int], depth: int) -> list[int]:
+    """How many steps accepted 0, 1, ... draft tokens.
+
+    Example:
+        >>> histogram([0, 2, 2], 3)
+        [1, 0, 2, 0]
+    """
+    counts = Counter(accepted)
+    return [counts[length] for length in range(depth + 1)]
+
+
+def _own(tally: OutputTally, output: Output, parts: Parts, asked: RequestSpeculation) -> dict[str, Any]:
+    steps = len(tally.drafted)
+    plain = tally.drafted.count(0)
+    return {
+        "steps": steps,
+        "plain_steps": plain,
+        "tokens_per_step": tally.emitted / steps if steps else None,
+        "block_efficiency": output.block_efficiency,
+        "verifier": asked.verifier or catalog.name_of(parts.verifier),
+        "tree": asked.tree or catalog.name_of(parts.tree),
+        "drafter": asked.drafter or catalog.name_of(parts.drafter),
+        "lengths": {str(length): count for length, count in sorted(Counter(tally.drafted).items())},
+        "drafter_seconds": tally.drafter_seconds,
+        "target_seconds": tally.target_seconds,
+    }
