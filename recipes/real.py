@@ -87,10 +87,16 @@ def training(target: Path, work: Path) -> Iterator[tuple[str, list[str], str]]:
     given = ["--target", str(target)]
     learnt = [*given, "--data", str(answers)]
     yield "train data", [*OUTRIDER, "train", "data", *given, "--data", str(prompts), "--out", str(answers)], ""
-    yield "train eagle3 --steps 20", [*OUTRIDER, "train", "eagle3", *learnt, "--out", str(head), "--steps", "20"], ""
+    # A head's loss is over the whole vocabulary: on two cores a step of the default batch, 32 rows, takes a minute.
+    few = ["--steps", "20", "--batch-size", "4"]
+    yield (
+        "train eagle3 --steps 20 --batch-size 4",
+        [*OUTRIDER, "train", "eagle3", *learnt, "--out", str(head), *few],
+        "",
+    )
     yield "prune shape", [*OUTRIDER, "prune", "shape", *learnt, "--layers", "6", "--out", str(draft)], ""
     distill = ["train", "distill", *given, "--drafter", str(draft), "--data", str(answers), "--out", str(better)]
-    yield "train distill --steps 20", [*OUTRIDER, *distill, "--steps", "20"], ""
+    yield "train distill --steps 20 --batch-size 4", [*OUTRIDER, *distill, *few], ""
 
 
 def exports(target: Path, work: Path, pythons: Mapping[str, Path]) -> Iterator[tuple[str, list[str], str]]:

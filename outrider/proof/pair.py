@@ -105,7 +105,7 @@ def prove(
         drawn = engine if is_exact(target) else exact
         samples = checked(
             "samples",
-            lambda: sampled_law(drawn, [_repeated(drawn, prompts[0]), *prompts], num_draws, temperature, seed, until),
+            lambda: sampled_law(drawn, [repeated(drawn, prompts[0]), *prompts], num_draws, temperature, seed, until),
         )
     return Proof(
         law_error=error,
@@ -120,7 +120,7 @@ def prove(
     )
 
 
-def _repeated(engine: Engine, prompt: Sequence[int]) -> list[int]:
+def repeated(engine: Engine, prompt: Sequence[int]) -> list[int]:
     """A prompt, its likeliest output, and the prompt again: drafters that look for repetitions find one there, and the
     target likes what they draft.
     """

@@ -11,6 +11,7 @@ from outrider.core.deadline import ENDLESS, Deadline
 from outrider.proof.gate import gate, in_float32, openings
 from outrider.proof.identity import LEAST_TOKENS, identity
 from outrider.proof.nodes import compare_nodes
+from outrider.proof.pair import repeated
 from outrider.proof.statistics import sampled_law
 from tests.world.models import drafter_of, llama
 
@@ -92,3 +93,15 @@ def test_what_the_doctor_measures_in_no_time_is_told(engine):
     assert found.worth is not None
     assert [note.partition(" for ")[0] for note in found.notes] == ["There was time", "There was time"]
     assert measure(engine, texts, rounds=0).notes == []
+
+
+def test_a_drafter_of_repetitions_finds_the_targets_own_text(prompts):
+    engine = outrider.load(llama(), drafter="suffix", length="fixed:2", ignore_generation_config=True, probe=False)
+    text = repeated(engine, prompts[0])
+    told = text[len(prompts[0]) : -len(prompts[0])]
+    assert text == [*prompts[0], *told, *prompts[0]]
+    greedy = outrider.Sampling(temperature=0.0)
+    (output,) = engine.generate([text], max_new_tokens=len(told), ignore_eos=True, sampling=greedy)
+    assert output.num_draft_tokens > 0
+    (plain,) = engine.generate([prompts[0]], max_new_tokens=len(told), ignore_eos=True, sampling=greedy)
+    assert list(plain.tokens) == told
