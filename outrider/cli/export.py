@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outrider.core import progress
 from outrider.core.inputs import InputError, unknown
 from outrider.drafters.exports import ENGINES
 
@@ -87,6 +88,7 @@ def export(options: ExportOptions, as_json: bool) -> int:
     from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
     from outrider.handoff.export import export as written
     from outrider.handoff.order import ExportRequest
+    from outrider.handoff.smoke import run_check
 
     if options.target is None and options.drafter is None:
         target, drafter = str(EMBEDDED_TARGET), "model" if options.dry_run else str(EMBEDDED_DRAFT)
@@ -110,7 +112,8 @@ def export(options: ExportOptions, as_json: bool) -> int:
         trust_remote_code=options.trust_remote_code,
     )
     tell_loading()
-    found = written(order)
+    with progress.shown(f"writing the export for {options.to}"):
+        found = written(order)
     if as_json:
         print_json(found.values())
     else:
@@ -118,11 +121,14 @@ def export(options: ExportOptions, as_json: bool) -> int:
     if options.llama_cpp is not None:
         from outrider.handoff.convert import convert
 
-        convert(order, found.handed, options.llama_cpp / CONVERTER, options.engine_python or Path(sys.executable))
+        with progress.shown("converting with llama.cpp's script"):
+            convert(order, found.handed, options.llama_cpp / CONVERTER, options.engine_python or Path(sys.executable))
     if python is None:
         return 0
-    with tempfile.TemporaryDirectory() as room:
-        return _check(order.out, python, _asked(options, target, Path(room)))
+    with tempfile.TemporaryDirectory() as room, progress.shown(f"checking the export with {options.to}"):
+        done = run_check(order.out, python, _asked(options, target, Path(room)))
+    print(done.stdout, end="", file=sys.stdout if done.returncode == 0 else sys.stderr)
+    return 1 if done.returncode else 0
 
 
 def _python(options: ExportOptions) -> Path | None:
@@ -174,12 +180,3 @@ def _print(found: "Exported") -> None:
     print("\n".join(f"  {line}" for line in found.command[2:]))
     print("\nwhat is lost:")
     print("\n".join(f"- {line}" for line in found.losses))
-
-
-def _check(folder: Path, python: Path, arguments: list[str]) -> int:
-    """Run the smoke test, and print what it says. Its exit status."""
-    from outrider.handoff.smoke import run_check
-
-    done = run_check(folder, python, arguments)
-    print(done.stdout, end="", file=sys.stdout if done.returncode == 0 else sys.stderr)
-    return 1 if done.returncode else 0
