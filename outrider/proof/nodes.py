@@ -16,7 +16,7 @@ from outrider.core.types import Request
 from outrider.decoding.protocol import Cycle
 from outrider.engine.admission import LEAST_COPY
 from outrider.engine.engine import Engine
-from outrider.proof.plain import MIXED, is_exact, plain_logits, transformers_rows
+from outrider.proof.plain import MIXED, SLACK, is_exact, plain_logits, transformers_rows
 from outrider.proof.watched import run_watched
 
 LOGITS = 1e-4
@@ -25,8 +25,6 @@ COARSE = 0.1
 """The same in coarser types, and in quantised models, which may round a block otherwise than a text."""
 PROBABILITIES = 1e-3
 """Rows are wrong if a probability differs from transformers' by this share of it. Both read the same logits."""
-SLACK = 1e-5
-"""Rounding may move the bounds of top-p and min-p by less than this share of them."""
 MOST_PATHS = 4
 """Of a branching draft, as many paths are looked at in each step of a request."""
 EARLIER = 3 * LEAST_COPY
@@ -173,14 +171,11 @@ class _Watcher:
     def _compare_rows(
         self, request: Request, text: Sequence[int], logits: Float[Tensor, " vocab"], row: Float[Tensor, " vocab"]
     ) -> None:
-        largest = np.inf
-        for slack in (0.0, SLACK, -SLACK):
-            theirs = transformers_rows(logits[None], [text], len(request.prompt), request.sampling, slack)[0]
-            # Tiny probabilities are as good as none.
-            largest = min(largest, float(((row - theirs).abs() / theirs.clamp_min(_FLOOR)).nan_to_num(np.inf).max()))
-            if largest <= PROBABILITIES:
-                break
-        self.probabilities = max(self.probabilities, largest)
+        narrow, wide = (
+            transformers_rows(logits[None], [text], len(request.prompt), request.sampling, slack)[0]
+            for slack in (-SLACK, SLACK)
+        )
+        self.probabilities = max(self.probabilities, row_difference(row, narrow, wide))
 
     def _compare_groups(self, cycle: Cycle) -> None:
         """Compare the rows of a second group, whose settings are others than those at the same places of the first."""
@@ -202,6 +197,37 @@ class _Watcher:
         for owner, row in zip(owners[size:].tolist(), rows, strict=True):
             request = requests[owner]
             self._compare_rows(request, [*request.prompt, *outputs[owner]], logits[owner].double(), row)
+
+
+def row_difference(
+    row: Float[Tensor, " vocab"], narrow: Float[Tensor, " vocab"], wide: Float[Tensor, " vocab"]
+) -> float:
+    """The largest difference of a probability, as a share of it.
+
+    Between the two bounds lie tokens of which rounding decides whether they are kept; in a flat row of a large
+    vocabulary there are thousands. The likeliest of them are kept, with the probabilities of `wide`, normalised.
+
+    Args:
+        row: The row in question.
+        narrow: The row by bounds that rounding has moved inwards.
+        wide: The row by bounds that rounding has moved outwards.
+
+    Example:
+        >>> wide, narrow = torch.tensor([0.5, 0.25, 0.25, 0.0]), torch.tensor([1.0, 0.0, 0.0, 0.0])
+        >>> row_difference(torch.tensor([2 / 3, 1 / 3, 0.0, 0.0]), narrow, wide) < 1e-6
+        True
+        >>> round(row_difference(torch.tensor([0.6, 0.4, 0.0, 0.0]), narrow, wide), 3)
+        0.2
+    """
+    row, kept = row.to(wide.dtype), (narrow > 0) | (row > 0)
+    between = (wide > 0) & (narrow == 0)
+    some, others = wide[between & kept], wide[between & ~kept]
+    if len(some) and len(others) and float(some.min()) < float(others.max()) * (1 - PROBABILITIES):
+        return float("inf")
+    theirs = torch.where(kept, wide, 0.0)
+    theirs = theirs / theirs.sum()
+    # Tiny probabilities are as good as none.
+    return float(((row - theirs).abs() / theirs.clamp_min(_FLOOR)).nan_to_num(np.inf).max())
 
 
 def _path(parents: np.ndarray, node: int) -> list[int]:

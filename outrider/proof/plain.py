@@ -32,6 +32,8 @@ MIXED = (
     Sampling(temperature=1.5, top_k=8, top_p=0.7, repetition_penalty=1.1),
 )
 """Different settings, so that a request of a batch that gets another one's shows."""
+SLACK = 1e-5
+"""Rounding may move the bounds of top-p and min-p by less than this share of them."""
 
 
 def model_of(target: LM) -> PreTrainedModel | None:

@@ -46,6 +46,10 @@ SETTINGS = (
 """The settings of each prompt's draws, beside the temperature."""
 UNBOUND = tuple(replace(each, top_p=1.0, top_k=0) for each in SETTINGS)
 """The same for targets that do not compute in float32: rounding moves tokens across the bounds of top-k and top-p."""
+LOOSE = 1e-3
+"""By what share the bounds of top-p are looser for drawn outputs: their forwards round otherwise than those that judge
+them, and an output of a token at the bound is no fault. No number of draws that anybody makes tells the difference.
+"""
 LEAST_LIKELY = 1e-6
 """Tokens less likely than this are as likely as this for the tilt towards likely tokens."""
 ENOUGH = 12
@@ -372,7 +376,7 @@ def _rows(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Rows:
             for first in range(0, len(some), engine.max_slots):
                 texts = [[*prompt, *beginning] for beginning in some[first : first + engine.max_slots]]
                 logits = plain_logits(engine.parts.target, texts, 1)[:, 0]
-                probabilities = transformers_rows(logits, texts, len(prompt), sampling).cpu().numpy()
+                probabilities = transformers_rows(logits, texts, len(prompt), sampling, LOOSE).cpu().numpy()
                 by_beginning |= zip(some[first : first + engine.max_slots], probabilities, strict=True)
         return np.stack([by_beginning[beginning] for beginning in begun])
 
@@ -387,7 +391,7 @@ def _along(
     texts = [[*prompt, *output[:-1]] for output in outputs]
     logits = plain_logits(engine.parts.target, texts, length)
     rows = [
-        transformers_rows(logits[:, k], [text[: len(prompt) + k] for text in texts], len(prompt), sampling)
+        transformers_rows(logits[:, k], [text[: len(prompt) + k] for text in texts], len(prompt), sampling, LOOSE)
         for k in range(length)
     ]
     return torch.stack(rows, 1).cpu()
