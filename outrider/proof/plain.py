@@ -87,7 +87,7 @@ def transformers_rows(
 
     Args:
         num_prompt: How many tokens of each text are the prompt.
-        slack: Moves the bounds of top-p and min-p by this share, because rounding may move them.
+        slack: Moves the bounds of top-p and min-p outwards by this share, because rounding may move them.
     """
     scores, seen = logits.double(), torch.tensor([list(text) for text in texts]).to(logits.device)
     if sampling.repetition_penalty != 1:
@@ -115,4 +115,4 @@ def _warpers(
     if sampling.top_p < 1:
         yield TopPLogitsWarper(min(1.0, sampling.top_p * (1 + slack)))
     if sampling.min_p:
-        yield MinPLogitsWarper(min(1.0, sampling.min_p * (1 + slack)))
+        yield MinPLogitsWarper(min(1.0, sampling.min_p * (1 - slack)))
