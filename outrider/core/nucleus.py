@@ -44,25 +44,27 @@ class _Candidates:
 
 
 def nucleus_floor(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"], spare: Spare) -> Float[Tensor, "n 1"]:
-    """Probability of the last token of the smallest set whose mass reaches top_p; the least of all, or 0, where no mass
-    does.
+    """Probability of the last token of the smallest set whose mass reaches the share top_p of the row's; 0 where all
+    tokens are kept.
 
-    Masses are added up in float64. On a CPU only the tokens near the floor are sorted. Elsewhere the whole row is: this
-    copies nothing from the device, so nobody waits for it.
+    A softmax of a hundred thousand numbers in float32 misses a mass of 1 by some 1e-5, so the row's own counts. Masses
+    are added up in float64. On a CPU only the tokens near the floor are sorted. Elsewhere the whole row is: this copies
+    nothing from the device, so nobody waits for it.
     """
     if rows.device.type != "cpu":
         return _of_sorted(rows, top_p)
     candidates = _most_likely(rows, top_p) or _around(rows, top_p, spare)
     running = torch.cat([candidates.before, candidates.probabilities], 1).cumsum(-1)[:, :-1]
-    dropped = (running >= top_p) | (candidates.probabilities == 0)
+    dropped = (running >= top_p * candidates.total) | (candidates.probabilities == 0)
     floor = candidates.probabilities.masked_fill(dropped, torch.inf).amin(-1, keepdim=True)
-    return floor.masked_fill_((top_p >= 1) | (candidates.total < top_p), 0.0)
+    return floor.masked_fill_((top_p >= 1) | candidates.total.isnan(), 0.0)
 
 
 def _of_sorted(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"]) -> Float[Tensor, "n 1"]:
-    """The floor by a full sort. Where top_p is not reached, it is the row's smallest probability."""
+    """The floor by a full sort. At a top_p of 1 it is the row's smallest probability."""
     best = rows.sort(-1, descending=True).values
-    short = best.cumsum(-1, dtype=torch.float64)[:, :-1] < top_p
+    mass = best.cumsum(-1, dtype=torch.float64)
+    short = mass[:, :-1] < top_p * mass[:, -1:]
     return best.gather(1, short.sum(-1, keepdim=True))
 
 
@@ -71,9 +73,12 @@ def _most_likely(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"]) ->
     if (vocab := rows.shape[-1]) >= WIDE:
         return None
     best = rows.topk(min(FIRST_LOOK, vocab)).values
-    total = best.sum(-1, keepdim=True, dtype=torch.float64)
-    if vocab > FIRST_LOOK and bool(((total < top_p) & (top_p < 1)).any()):
-        return None
+    # torch adds in parts, so that float32 is exact enough here.
+    total = rows.sum(-1, keepdim=True).double()
+    if vocab > FIRST_LOOK:
+        short = best.sum(-1, keepdim=True, dtype=torch.float64) < top_p * total
+        if bool((short & (top_p < 1)).any()):
+            return None
     return _Candidates(probabilities=best, before=torch.zeros_like(top_p), total=total)
 
 
@@ -92,7 +97,7 @@ def _around(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"], spare: 
     index = spare.index.copy_(bucket.clamp_(0, last))
     mass = torch.zeros(len(rows), last + 1, dtype=torch.float64, device=rows.device)
     running = mass.scatter_add_(1, index, spare.masses.copy_(rows)).flip(-1).cumsum(-1)
-    place = (running < top_p).sum(-1, keepdim=True).clamp_(max=last)
+    place = (running < top_p * running[:, -1:]).sum(-1, keepdim=True).clamp_(max=last)
     before = running.gather(1, (place - 1).clamp_(min=0)).masked_fill_(place == 0, 0.0)
     owners, columns = _ones(torch.eq(bucket, (last - place).to(bits), out=bucket))
     counts = torch.bincount(owners, minlength=len(rows))

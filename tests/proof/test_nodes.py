@@ -1,10 +1,14 @@
 """Rows at the bounds of top-p and min-p: what rounding may move, and what it may not."""
 
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from outrider.core.sampling import to_rows
+from outrider.core.texts import Before
 from outrider.core.types import Sampling
 from outrider.proof.nodes import PROBABILITIES, row_difference
 from outrider.proof.plain import SLACK, transformers_rows
@@ -66,3 +70,13 @@ def test_other_tokens_are_none_of_it(logits, token):
 
 def test_the_settings_of_another_request_are_a_fault(logits):
     assert difference(logits, BOUNDED[0], row(logits, replace(BOUNDED[0], top_p=0.81))) > PROBABILITIES
+
+
+@pytest.mark.parametrize("width", [2**13, 151_936], ids=["likeliest tokens", "buckets"])
+def test_the_nucleus_is_a_share_of_the_rows_own_mass(width):
+    # Where many equal tokens stand behind few likely ones, a softmax in float32 misses a mass of 1 by some 1e-4.
+    logits = torch.full((1, width), -7.3 + math.log(151_936 / width))
+    logits[0, :400] = torch.linspace(0, 6, 400)
+    sampling = Sampling(temperature=1.0, top_p=0.95)
+    (ours,) = to_rows(logits, np.array([0]), [sampling], lambda: Before.of([[1, 2]], [[]]))
+    assert difference(logits[0], sampling, ours) < 1e-4
