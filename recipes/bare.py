@@ -29,34 +29,20 @@ class Bare:
     """Forwards of a model over a batch, behind a context that stays as long as it is.
 
     Args:
-        ids: Tokens of each row; the first `context` are the context, and a forward is over the first ones too.
+        ids: Tokens of each row; all are the context, and a forward is over the first ones again.
     """
 
-    def __init__(self, model: PreTrainedModel, ids: Int[Tensor, "batch tokens"], context: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> None:
         self.model, self.ids, self.cache = model, ids, DynamicCache(config=model.config)
         self._cached = {cache_keyword(type(model)): self.cache, "use_cache": True}
-        self.context = ids.shape[1] if context is None else context
-        if self.context:
-            with torch.inference_mode():
-                model(ids[:, : self.context], **self._cached, logits_to_keep=1)
-
-    def forward(self, width: int) -> float:
-        """Seconds of a forward over so many new tokens per row."""
-        return self._timed(width, {})
-
-    def masked(self, width: int) -> float:
-        """The same with an explicit causal mask and positions."""
-        columns = torch.arange(self.context + width)
-        mask = (columns <= torch.arange(self.context, self.context + width)[:, None])[None, None]
-        positions = torch.arange(self.context, self.context + width)[None]
-        device = self.ids.device
-        return self._timed(width, {"attention_mask": mask.to(device), "position_ids": positions.to(device)})
+        with torch.inference_mode():
+            model(ids, **self._cached, logits_to_keep=1)
 
     @torch.inference_mode()
-    def _timed(self, width: int, options: dict[str, Tensor]) -> float:
+    def forward(self, width: int) -> float:
+        """Seconds of a forward over so many new tokens per row."""
         tokens = self.ids[:, :width].contiguous()
-        call = lambda: self.model(tokens, **self._cached, **options)  # noqa: E731
-        spent = seconds(call, self.model.device)
+        spent = seconds(lambda: self.model(tokens, **self._cached), self.model.device)
         self.cache.crop(-width)
         return spent
 
@@ -90,25 +76,16 @@ def bare(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"], forward: str)
     return Bare(packed(model) if forward == "packed" else model, ids)
 
 
-def random_llama(
-    *,
-    hidden: int = 768,
-    layers: int = 12,
-    heads: int = 12,
-    kv_heads: int = 4,
-    intermediate: int | None = None,
-    vocab: int = 32000,
-    context: int = 2048,
-) -> PreTrainedModel:
-    """A Llama with random weights in bfloat16; by default about 110M parameters."""
+def random_llama(*, hidden: int, layers: int, heads: int, kv_heads: int) -> PreTrainedModel:
+    """A Llama with random weights in bfloat16."""
     config = LlamaConfig(
-        vocab_size=vocab,
+        vocab_size=32000,
         hidden_size=hidden,
-        intermediate_size=hidden * 19 // 6 if intermediate is None else intermediate,
+        intermediate_size=hidden * 19 // 6,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        max_position_embeddings=context,
+        max_position_embeddings=2048,
         tie_word_embeddings=True,
         dtype="bfloat16",
     )

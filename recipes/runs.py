@@ -1,4 +1,4 @@
-"""One timed run of prompts, by an engine or by transformers' own loop, and the row that it leaves."""
+"""One timed run of prompts by an engine, and the row that it leaves."""
 
 import hashlib
 import json
@@ -7,10 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from outrider.bench.evidence import Row
-from outrider.bench.side_by_side.transformers_generate import generate
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
@@ -67,27 +64,16 @@ class RunResult:
     """What a run gave.
 
     Attributes:
-        tokens: Output of each prompt.
         seconds: Of the whole run, from a cold cache, prompts included.
-        forwards: Calls of the target; None where an engine counted steps.
-        outputs: What an engine says of each prompt; none of transformers' own loop.
     """
 
-    tokens: Sequence[Sequence[int]]
     seconds: float
-    forwards: int | None = None
-    outputs: Sequence[Output] = field(default=(), repr=False)
+    outputs: Sequence[Output] = field(repr=False)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all outputs."""
-        return sum(map(len, self.tokens))
-
-    @property
-    def digest(self) -> str:
-        """Equal for equal outputs."""
-        text = json.dumps([list(tokens) for tokens in self.tokens])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+    def tokens(self) -> list[list[int]]:
+        """Output of each prompt."""
+        return [output.tokens for output in self.outputs]
 
 
 def on_engine(engine: Engine, job: PromptBatch, conditions: Conditions, *, columns: int | None = None) -> RunResult:
@@ -112,14 +98,7 @@ def on_engine(engine: Engine, job: PromptBatch, conditions: Conditions, *, colum
         engine.rest()
     finally:
         target.pad_to = padded
-    return RunResult(tokens=[output.tokens for output in outputs], seconds=seconds, outputs=outputs)
-
-
-def on_transformers(model: PreTrainedModel, job: PromptBatch, conditions: Conditions) -> RunResult:
-    """Run a job by `model.generate`, its prompts as one padded batch, whose outputs go on behind end tokens."""
-    sampling = Sampling(temperature=conditions.temperature)
-    made = generate(model, job.prompts, max_new_tokens=conditions.max_new_tokens, sampling=sampling, seed=job.seed)
-    return RunResult(tokens=made.tokens, seconds=made.seconds, forwards=made.forwards)
+    return RunResult(seconds=seconds, outputs=outputs)
 
 
 def as_row(
@@ -135,39 +114,27 @@ def as_row(
 
     `seconds` are the whole run's, prefill included. `stepping` are those of its steps, by the step's own clock, without
     each request's first step, which may prefill a prompt; `stepped` are the tokens of the same steps, and `profile`
-    parts them. `free_tokens` and `free_steps` count the steps that began with room for `deepest` draft tokens. What
-    transformers does not tell is None.
+    parts them. `free_tokens` and `free_steps` count the steps that began with room for `deepest` draft tokens.
     """
-    alone = len(job.questions) == 1
-    found: Row = {
-        "method": method,
-        **(labels or {}),
-        "temperature": conditions.temperature,
-        "prompt": job.prompt,
-        "category": job.questions[0].category if alone else "several",
-        "seed": job.seed,
-        "requests": len(job.questions),
-        "prompt_tokens": sum(len(question.tokens) for question in job.questions),
-        "tokens": run.num_tokens,
-        "steps": None if run.forwards is None else run.forwards * len(job.questions),
-        "drafted": None,
-        "accepted": None,
-        "seconds": run.seconds,
-        "profile": {},
-        "digest": run.digest,
-    }
-    return found | (_of_steps(run.outputs, conditions.max_new_tokens - deepest) if run.outputs else {})
-
-
-def _of_steps(outputs: Sequence[Output], free_until: int) -> Row:
-    """What the engine's steps say."""
+    outputs = run.outputs
     steps = [step for output in outputs for step in output.steps]
     timings = {id(step.timing): step.timing for step in steps}.values()
     first = {id(output.steps[0].timing) for output in outputs if output.steps}
     later = [timing for timing in timings if id(timing) not in first]
-    free = [count for output in outputs for count in _free(output, free_until)]
-    deepest = max((len(output.accepted_per_position) for output in outputs), default=0)
+    behind = [step for step in steps if id(step.timing) not in first]
+    free = [count for output in outputs for count in _free(output, conditions.max_new_tokens - deepest)]
     return {
+        "method": method,
+        **(labels or {}),
+        "temperature": conditions.temperature,
+        "prompt": job.prompt,
+        "category": job.questions[0].category if len(job.questions) == 1 else "several",
+        "seed": job.seed,
+        "requests": len(job.questions),
+        "prompt_tokens": sum(len(question.tokens) for question in job.questions),
+        "tokens": sum(map(len, run.tokens)),
+        "seconds": run.seconds,
+        "digest": hashlib.sha256(json.dumps(run.tokens).encode()).hexdigest()[:16],
         "steps": len(steps),
         "iterations": len(timings),
         "drafted": sum(output.num_draft_tokens for output in outputs),
@@ -175,20 +142,10 @@ def _of_steps(outputs: Sequence[Output], free_until: int) -> Row:
         "free_tokens": sum(free),
         "free_steps": len(free),
         "stepping": sum(timing.total for timing in later),
-        "stepped": sum(len(step.tokens) for step in steps if id(step.timing) not in first),
-        "later_steps": sum(id(step.timing) not in first for step in steps),
+        "stepped": sum(len(step.tokens) for step in behind),
+        "later_steps": len(behind),
         "profile": {part: sum(getattr(timing, part) for timing in later) for part in PARTS},
-        "accepted_per_position": [
-            sum(output.accepted_per_position[i] for output in outputs if len(output.accepted_per_position) > i)
-            for i in range(deepest)
-        ],
     }
-
-
-def drafted_per_position(outputs: Sequence[Output]) -> list[int]:
-    """How often a chain had a draft token at depth 1, 2, ..."""
-    drafted = [step.num_draft_tokens for output in outputs for step in output.steps]
-    return [sum(count > i for count in drafted) for i in range(max(drafted, default=0))]
 
 
 def _free(output: Output, before: int) -> list[int]:

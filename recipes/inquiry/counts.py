@@ -9,11 +9,9 @@ from jaxtyping import Float
 
 from outrider.bench.evidence import Row
 from outrider.core.types import Step
-from outrider.decoding.protocol import Cycle
 from outrider.engine.engine import Engine
 from outrider.plan.tree_coverage import DraftedTree
 from outrider.theory.coverage import Rule, coverage
-from recipes.inquiry.expected import acceptance, expected_accepted
 from recipes.inquiry.texts import RecordedText, log_ratios, logits_along, rows_at
 from recipes.runs import Conditions, PromptBatch, on_engine
 
@@ -41,7 +39,6 @@ class StepTally:
     """Counts over the steps of a request; those that begin with room for a whole draft are free.
 
     Attributes:
-        expected: Tokens that the rule was expected to accept in all steps, given their drafts.
         free_tokens: Tokens that the free steps emitted.
     """
 
@@ -49,19 +46,17 @@ class StepTally:
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
-    expected: float = 0.0
     free_tokens: int = 0
     free_steps: int = 0
     free_drafted: int = 0
 
-    def add(self, step: Step, expected: float, room_until: int) -> None:
+    def add(self, step: Step, room_until: int) -> None:
         """Add a step; it is free if the output had fewer than `room_until` tokens."""
         free = len(self.output) < room_until
         self.output += step.tokens
         self.steps += 1
         self.drafted += step.num_draft_tokens
         self.accepted += step.num_accepted_tokens
-        self.expected += expected
         self.free_tokens += free * len(step.tokens)
         self.free_steps += free
         self.free_drafted += free * step.num_draft_tokens
@@ -73,15 +68,7 @@ def tally(engine: Engine, job: PromptBatch, conditions: Conditions, deepest: int
     Args:
         deepest: Deepest draft of all that it is compared with: a step that begins with room for it is free.
     """
-    expected: dict[str, float] = {}
-
-    def watch(cycle: Cycle) -> None:
-        chances = acceptance(engine.parts.verifier, cycle.draft, cycle.rows)
-        known = cycle.verdict.num_accepted if chances is None else expected_accepted(cycle.draft, chances)
-        expected.update(zip([state.request.id for state in cycle.states], known.tolist(), strict=True))
-
     engine.rest()
-    engine.watch = watch
     try:
         ids = [
             engine.add(
@@ -97,9 +84,8 @@ def tally(engine: Engine, job: PromptBatch, conditions: Conditions, deepest: int
             made: list[Step] = []
             engine.step(sink=made.append)
             for step in made:
-                tallies[step.request].add(step, expected[step.request], conditions.max_new_tokens - deepest)
+                tallies[step.request].add(step, conditions.max_new_tokens - deepest)
     finally:
-        engine.watch = None
         engine.rest()
     return list(tallies.values())
 

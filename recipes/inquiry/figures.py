@@ -62,10 +62,6 @@ class Figures:
         own = sums.ratio(method, "tokens", "steps") / sums.ratio(method, "control_tokens", "control_steps")
         return own * sums.ratio(_on_texts(way.held_against.name, way.temperature), "tokens", "steps")
 
-    def thrown(self, method: str) -> Samples | None:
-        """Tokens per step as they were counted, where the method was run."""
-        return self.sums.ratio(method, "tokens", "steps") if method in self.sums.methods else None
-
     def drafted(self, method: str, sums: Sums | None = None) -> Samples:
         """Draft tokens per step."""
         sums, chain = sums or self.sums, self._methods[method].chain

@@ -31,7 +31,7 @@ from outrider.trees.iid import IidTree
 from recipes.inquiry.counts import FixedChain, listen, rows_of, rows_told
 from recipes.inquiry.texts import RecordedText
 from recipes.questions import Question, questions
-from recipes.runs import Conditions, PromptBatch, as_row, drafted_per_position, on_engine
+from recipes.runs import Conditions, PromptBatch, as_row, on_engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,9 +213,7 @@ class Bench:
         use_threads(method.threads or self.setting.threads)
         made = on_engine(engine, job, conditions, columns=1 if method.decoding == "plain" else None)
         labels = {**method.parts, **method.labels}
-        found = as_row(made, method.name, job, conditions, deepest=method.deepest, labels=labels)
-        drafted = drafted_per_position(made.outputs) if method.tree == "chain" else []
-        return {**found, "drafted_per_position": drafted}
+        return as_row(made, method.name, job, conditions, deepest=method.deepest, labels=labels)
 
     def measure(self, folder: Folder, phase: str, methods: Sequence[Method], jobs: Sequence[PromptBatch]) -> list[Row]:
         """All methods on all jobs, in turns; a row per run."""

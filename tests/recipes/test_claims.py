@@ -15,7 +15,7 @@ from outrider.bench.evidence import Sums
 from outrider.bench.workloads.workload import PROMPTS
 from outrider.plan.tree_coverage import Branches, SharedPaths
 from outrider.theory import acceptance
-from recipes import block_gain, block_trace, budgets, claims, marginals, optimal_rate, pearl, sharing, stopping
+from recipes import block_gain, budgets, claims, marginals, optimal_rate, pearl, sharing, stopping
 from recipes.inquiry.trial import Bench, Method, Setting
 from recipes.questions import Question
 
@@ -76,7 +76,7 @@ def test_block_gain_writes_its_folder(tmp_path):
     assert {path.name for path in setting.out.iterdir()} == FILES - {"claims.json", "plot.svg"}
     rows = [json.loads(line) for line in (setting.out / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == len(block_gain.METHODS)
-    assert all(sum(row["drafted_per_position"]) == row["drafted"] for row in rows)
+    assert all(0 <= row["accepted"] <= row["drafted"] for row in rows)
     setting = Setting(out=tmp_path / "run", num_prompts=1, max_new_tokens=9, **SMALL)
     found = block_gain.INQUIRY.run(setting, timed=tmp_path / "clock")
     assert {path.name for path in setting.out.iterdir()} == FILES
@@ -271,22 +271,6 @@ def test_optimal_rate_writes_its_folder_and_no_rule_beats_its_optimum(tmp_path):
                 best = row[optimal_rate.key(optimal_rate.OPTIMUM[rule], n)]
                 assert row["one draft"] - 1e-6 <= row[optimal_rate.key(rule, n)] <= best + 1e-6
     assert {path.name for path in tmp_path.iterdir()} == FILES
-
-
-def test_a_trace_orders_the_rules_on_every_prompt(tmp_path):
-    setting = Setting(out=tmp_path / "run", num_prompts=2, max_new_tokens=24, **SMALL)
-    block_trace.run(setting)
-    made = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
-    rows = [each for row in made for each in row["each"]]
-    assert len(rows) == 2 * 10
-    by = {(row["prompt"], row["method"]): row for row in rows if row["method"] != block_trace.OWN}
-    assert len(by) == 2 * 9
-    for (prompt, method), row in by.items():
-        rule, length = method.split()
-        assert row["free_tokens"] >= row["free_steps"] > 0
-        if rule == "token":
-            others = [by[prompt, f"{name} {length}"]["free_tokens"] for name in ("block", "bound")]
-            assert row["free_tokens"] <= others[0] <= others[1]
 
 
 def test_families_of_trees_are_read_by_name_and_unknown_ones_are_refused():

@@ -42,9 +42,6 @@ def test_texts_that_are_easy_for_one_method_alone_cancel():
     quotient = IntervalEstimate.of(figures.efficiency("other") / figures.efficiency("tree"))
     assert quotient.value == pytest.approx(0.8 / 0.7)
     assert quotient.high - quotient.low < 1e-9
-    thrown = IntervalEstimate.of(figures.thrown("other") / figures.thrown("tree"))
-    assert thrown.high - thrown.low > 0.1
-    assert figures.thrown("token 2") is None
     chain = figures.efficiency("token 2")
     assert figures.efficiency("tree") / chain == pytest.approx(2 / 0.8 * np.ones(len(chain)))
     assert figures.drafted("tree")[0] == pytest.approx(3)
@@ -99,7 +96,6 @@ def test_counting_runs_trees_and_reads_chains_off_their_texts(bench, tmp_path):
             assert set(each["chains"]) == names
             assert each["tokens"] <= 24
             assert each["steps"] + each["accepted"] >= each["tokens"]
-            assert 0 <= each["expected"] <= 2 * each["steps"]
     figures = Figures([TREE, *CHAINS], rows)
     token, block = (figures.efficiency(f"{rule} 4")[0] for rule in ("token", "block"))
     assert 1 <= token <= block

@@ -22,7 +22,7 @@ def test_recipes_are_listed_with_a_line_each(capsys):
     main([])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == NAMES
-    assert {"peers", "regression", "claims", "zoo"} <= set(NAMES)
+    assert {"overhead", "regression", "claims", "zoo"} <= set(NAMES)
     assert all(len(line) > 30 for line in lines)
 
 
@@ -39,7 +39,7 @@ def test_every_recipe_has_a_quick_form_and_writes_only_when_asked(name):
 
 def test_options_that_are_given_count_before_those_of_the_quick_form(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["peers", "--quick", "--num-prompts", "0"])
+        main(["pearl", "--quick", "--num-prompts", "0"])
     assert ended.value.code == 2
     assert "--num-prompts" in capsys.readouterr().err
 
@@ -56,8 +56,8 @@ def test_a_quick_form_of_unknown_options_is_a_mistake():
         (["gpu"], "needs a CUDA device"),
         (["stopping", "--draft", "/no/such"], "is not a model's directory"),
         (["sharing", "--num-prompts", "2"], "num_prompts must be >= 16"),
-        (["peers", "--batch-sizes", "3,x"], "--batch-sizes must be whole numbers"),
-        (["stand_in_speed", "--temperatures", "warm"], "--temperatures must be numbers"),
+        (["overhead", "--batch-sizes", "3,x"], "--batch-sizes must be whole numbers"),
+        (["never_loses", "--temperatures", "warm"], "--temperatures must be numbers"),
         (["memory", "--requests", "1"], "warmup must be <= the number of requests"),
         (["zoo", "--only", "nonesuch"], "unknown model type 'nonesuch'"),
         (["claims", "--measurements", "/no/such"], "no folder of /no/such has claims"),
@@ -98,6 +98,6 @@ def test_a_setting_holds_what_was_typed_and_the_recipe_gets_its_other_options():
 
 
 def test_a_package_that_is_missing_gets_one_sentence(monkeypatch):
-    monkeypatch.setitem(sys.modules, "recipes.peers", None)
+    monkeypatch.setitem(sys.modules, "recipes.audit", None)
     with pytest.raises(InputError, match=r"this recipe needs .*install the extras"):
-        command("peers", [])
+        command("audit", [])

@@ -7,12 +7,10 @@ import pytest
 import torch
 
 import outrider
-from outrider import InputError, Sampling, catalog
-from outrider.bench.costs import Costs
+from outrider import InputError, Sampling
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.lm.hf.open import open_model
-from recipes import overhead, stand_in, stand_in_speed
-from recipes.inquiry.trial import Setting
+from recipes import overhead, stand_in
 
 TEXT = "Once upon a time, there was a little fox who lived near a quiet river. One day, the fox found a red kite."
 
@@ -53,65 +51,6 @@ def test_the_stand_in_costs_its_parameters_and_loads_with_its_tokenizer(place):
 def test_fewer_parameters_than_there_are_cannot_be_had():
     with pytest.raises(InputError, match="at least the 15"):
         stand_in.width_for(open_model(str(EMBEDDED_TARGET), device="cpu"), 10_000_000)
-
-
-@pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    """The gate remembers nothing beyond the test."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def test_speedups_of_a_tiny_run_are_quotients_of_its_rows(tmp_path, own_cache):
-    # One layer, which the test can afford, drafts for itself.
-    setting = Setting(out=tmp_path / "out", target=str(EMBEDDED_DRAFT), num_prompts=2, max_new_tokens=6, threads=1)
-    found = stand_in_speed.run(
-        setting,
-        rounds=2,
-        batch_sizes=(1, 2),
-        temperatures=(0.0,),
-        dtype="float32",
-        lengths=(2,),
-        others=stand_in_speed.OTHER_KINDS[:1],
-        costs=Costs(draft=0.2, token=0.02),
-    )
-    rows = [json.loads(line) for line in (setting.out / "rows.jsonl").read_text().splitlines()]
-    text = found.markdown(
-        "stand_in_speed", json.loads((setting.out / "circumstances.json").read_text())["circumstances"]
-    )
-    names = {row["method"] for row in rows}
-    assert names == {*(kind.name for kind in stand_in_speed.PLAIN), "chain of 2", "planned chain", "suffix"}
-    assert len(rows) == 2 * (2 + 1) * len(names)
-    assert {row["tokens"] for row in rows} == {6, 12}
-    # Greedy in float32: all ways say the same.
-    for prompt in {row["prompt"] for row in rows}:
-        assert len({row["digest"] for row in rows if row["prompt"] == prompt}) == 1
-    assert "synthetic" not in text
-    assert text.count("| suffix | ") == 2
-    for name in names - {"transformers"}:
-        seconds = [
-            statistics.median(row["seconds"] for row in rows if row["method"] == name and row["prompt"] == prompt)
-            for prompt in {row["prompt"] for row in rows if row["requests"] == 1}
-        ]
-        assert f"| {name} | {12 / sum(seconds):.1f} |" in text
-    assert (setting.out / "plot.svg").stat().st_size > 1000
-
-
-def test_the_report_on_the_stand_in_says_that_its_costs_are_synthetic(tmp_path, place):
-    model, costs = open_model(str(place), device="cpu"), Costs(draft=0.2, token=0.02)
-    assert "costs are synthetic" in stand_in_speed.about(Setting(out=tmp_path), model, costs, "bfloat16")
-    own = Setting(out=tmp_path, target=str(place))
-    assert "synthetic" not in stand_in_speed.about(own, model, costs, "bfloat16")
-
-
-def test_a_batch_larger_than_the_prompts_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"in 1\.\.2"):
-        stand_in_speed.run(Setting(out=tmp_path / "out", num_prompts=2), batch_sizes=(1, 8))
-
-
-def test_every_way_is_one_that_the_catalog_reads():
-    for kind in stand_in_speed.kinds(Costs(draft=0.1, token=0.01)):
-        catalog.make("tree", kind.tree)
-        catalog.make("length", kind.length)
 
 
 def test_overhead_is_what_the_rows_say(tmp_path):
