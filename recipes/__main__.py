@@ -36,7 +36,7 @@ def recipes() -> dict[str, str]:
     return found
 
 
-def with_quick(main: Callable[..., None], quick: Mapping[str, object], wanted: bool) -> Callable[..., None]:
+def with_quick(main: Callable[..., object], quick: Mapping[str, object], wanted: bool) -> Callable[..., None]:
     """A recipe's function with the option `--quick`, and with the defaults of its quick form if that is wanted."""
 
     @functools.wraps(main)

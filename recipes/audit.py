@@ -18,7 +18,7 @@ from outrider.bench.engines.environments import CannotMake, Environment, reason
 from outrider.bench.side_by_side.peers import usual_folder
 from outrider.core import files
 from recipes import options
-from recipes.client_runs import install
+from recipes.clients import install
 
 PINS = Path(__file__).parents[1] / "constraints.txt"
 AUDITOR = Environment(name="pip-audit", pins=("pip-audit==2.10.1",), make=install)

@@ -7,35 +7,35 @@ machine. Each client has its own environment, which the recipe makes when it is 
 The exit status is 1 if a client that is installed fails.
 """
 
+import json
 import os
-import re
+import shutil
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from outrider.bench.engines import vllm
+from outrider.bench.engines.environments import TORCH, CannotMake, Environment, EnvironmentFolder, reason
 from outrider.bench.evidence import Row
 from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.side_by_side.peers import usual_folder
-from outrider.core.inputs import InputError, unknown
+from outrider.core.inputs import unknown
+from outrider.embedded import EMBEDDED_TARGET
 from recipes import options
 from recipes.client_programs.steps import ADMIN_KEY
-from recipes.client_runs import CLIENTS, Client, Outcome, tried
+from recipes.fresh import ROOT
+from recipes.served import served
 
 QUICK = {"only": "curl"}
-HERE = Path(__file__).parent
-PROGRAMS = HERE / "client_programs"
-ADDRESS = re.compile(r"^serving .* at (http://\S+) ")
+PROGRAMS = Path(__file__).parent / "client_programs"
 SERVER = (
-    *("serve", "--port", "0", "--dtype", "float32", "--served-model-name", "pair"),
+    *("--dtype", "float32", "--served-model-name", "pair"),
     *("--length", "fixed:3", "--no-probe", "--admin-key", ADMIN_KEY),
     *("--chat-template", str(PROGRAMS / "chat_template.jinja")),
     *("--response-template", str(PROGRAMS / "response_template.json")),
@@ -43,66 +43,122 @@ SERVER = (
 """The server: the scores of lm-evaluation-harness are compared in float32, load generators read the acceptance of
 drafts, and agents want a template with tools.
 """
+OURS = ("transformers==5.24.0", "tokenizers==0.23.3", "accelerate==1.15.0", "datasets==5.2.0")
+"""What computes scores beside ours, in the versions that Outrider is tested with."""
 
 
-@contextmanager
-def serving() -> Iterator[str]:
-    """The address of a server that ends with the block. What it says goes to a file, and at the end to standard error.
+def install(room: EnvironmentFolder) -> None:
+    """The pins, torch first and by itself if it is one of them."""
+    first = [pin for pin in room.pins if pin == TORCH]
+    if first:
+        room.pip("install", *first)
+    room.pip("install", *room.pins)
 
-    Raises:
-        InputError: It does not start.
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    """A client.
+
+    Attributes:
+        title: What people call it.
+        program: The module of `recipes.client_programs` that uses it.
+        environment: Where it is installed; None: it is a command of this machine.
+        reads_weights: Whether its program wants the folder of the target.
     """
-    with tempfile.NamedTemporaryFile("w+", encoding="utf-8", errors="replace") as said:
-        command = [sys.executable, "-m", "outrider", *SERVER]
-        process = subprocess.Popen(command, cwd=HERE.parent, env={**os.environ, "HF_HUB_OFFLINE": "1"}, stderr=said)
-        try:
-            yield _address(process, Path(said.name))
-        finally:
-            process.terminate()
-            process.wait()
-            print(Path(said.name).read_text(encoding="utf-8", errors="replace"), end="", file=sys.stderr)
+
+    title: str
+    program: str
+    environment: Environment | None
+    reads_weights: bool = False
 
 
-def _address(process: "subprocess.Popen[bytes]", said: Path) -> str:
-    """Where a server listens, as soon as it says so."""
-    while process.poll() is None:
-        if found := ADDRESS.search(said.read_text(encoding="utf-8", errors="replace")):
-            return found[1]
-        time.sleep(0.1)
-    raise InputError("the server did not start; what it said stands above")
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a client.
 
-
-def run(
-    places: Path,
-    names: Sequence[str],
-    out: Path | None = None,
-    arguments: Mapping[str, tuple[str, ...]] | None = None,
-    clients: Mapping[str, Client] = CLIENTS,
-) -> list[Row]:
-    """Try clients, and print a line for each.
-
-    Args:
-        places: Folder of their environments.
-        names: Their names on the command line.
-        arguments: Further arguments of programs, by client.
-
-    Raises:
-        InputError: There is no such client.
+    Attributes:
+        client: Its title.
+        version: The name of its package and the version; empty if it could not be installed.
+        did: What was tried, in order.
+        error: Why it failed or could not be installed; empty if everything worked.
+        installed: Whether it is there.
     """
-    for name in names:
-        if name not in clients:
-            raise unknown("client", name, clients)
-    made = {"only": list(names), "server": list(SERVER)}
-    with folder(out, "clients", made) as place, serving() as url:
-        for name in names:
-            outcome = tried(clients[name], url, places, (arguments or {}).get(name, ()))
-            print(line(outcome), flush=True)
-            place.add({"phase": "clients", "turn": name, **asdict(outcome)})
-        lines = [cells(row) for row in place.rows]
-        place.finish(
-            Findings(tables=[Table(title="Clients", head=("client", "version", "tried", "outcome"), lines=lines)])
-        )
-        return list(place.rows)
+
+    client: str
+    version: str
+    did: tuple[str, ...]
+    error: str
+    installed: bool
+
+
+def client(
+    title: str,
+    program: str,
+    *pins: str,
+    reads_weights: bool = False,
+    make: Callable[[EnvironmentFolder], None] = install,
+) -> Client:
+    """A client with an environment of its own."""
+    environment = Environment(name=program, pins=pins, make=make)
+    return Client(title=title, program=program, environment=environment, reads_weights=reads_weights)
+
+
+CLIENTS = {
+    "curl": Client(title="curl", program="curl", environment=None),
+    "commands": client("openai and anthropic", "commands", "openai==1.109.1", "anthropic==2.12.0"),
+    "litellm": client("LiteLLM", "litellm", "litellm==1.110.2"),
+    "instructor": client("instructor", "instructor", "instructor==1.17.0"),
+    "langchain": client("langchain-openai", "langchain_openai", "langchain-openai==1.7.4"),
+    "pydantic-ai": client("pydantic-ai", "pydantic_ai", "pydantic-ai-slim[openai]==2.68.0"),
+    "openai-agents": client("openai-agents", "openai_agents", "openai-agents==0.24.0"),
+    "lm-eval": client("lm-evaluation-harness", "lm_eval", TORCH, "lm-eval[api]==0.4.13", *OURS, reads_weights=True),
+    "guidellm": client("GuideLLM", "guidellm", TORCH, "guidellm==0.8.1", reads_weights=True),
+    "aiperf": client("AIPerf", "aiperf", "aiperf==0.13.0", reads_weights=True),
+    "vllm": Client(
+        title="vllm bench serve", program="vllm_bench", environment=vllm.ENGINE.environment, reads_weights=True
+    ),
+    "schemathesis": client("schemathesis", "schemathesis", "schemathesis==4.32.5", reads_weights=True),
+}
+"""The clients by their names on the command line."""
+
+
+def tried(client: Client, url: str, environments: Path, arguments: tuple[str, ...] = ()) -> Outcome:
+    """Install a client if it is missing, and run its program against a server."""
+    try:
+        python = _python(client, environments)
+    except CannotMake as error:
+        return Outcome(client=client.title, version="", did=(), error=str(error), installed=False)
+    target = (str(EMBEDDED_TARGET),) if client.reads_weights else ()
+    command = [str(python), "-m", f"recipes.client_programs.{client.program}", url, *target, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=_variables(), capture_output=True, text=True, errors="replace")
+    version, did = "", list[str]()
+    for line in done.stdout.splitlines():
+        if line.startswith('{"package"'):
+            said = json.loads(line)
+            version = f"{said['package']} {said['version']}"
+        elif line.startswith('{"did"'):
+            did.append(json.loads(line)["did"])
+    failure = reason(done.stderr) if done.returncode else ""
+    if done.returncode:
+        print(done.stderr[-4000:], file=sys.stderr)
+    return Outcome(client=client.title, version=version, did=tuple(did), error=failure, installed=True)
+
+
+def _python(client: Client, environments: Path) -> Path:
+    """The Python that runs a client's program. Raises CannotMake."""
+    if client.environment is None:
+        if shutil.which(client.program) is None:
+            raise CannotMake(f"there is no command {client.program} on this machine")
+        return Path(sys.executable)
+    return client.environment.made(environments).python
+
+
+def _variables() -> dict[str, str]:
+    """The variables of a client's process: no proxies, no keys, nothing of this Python's."""
+    left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY")
+    own = {name: value for name, value in os.environ.items() if name not in left_out}
+    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+    return own | quiet | {"NO_PROXY": "127.0.0.1", "PYTHONWARNINGS": "ignore"}
 
 
 def line(outcome: Outcome) -> str:
@@ -132,6 +188,19 @@ def main(
 ) -> None:
     """Try foreign clients against a server."""
     names = [name.strip() for name in only.split(",") if name.strip()]
-    rows = run(environments, names, out, {"schemathesis": (str(examples),)})
-    if any(row["installed"] and row["error"] for row in rows):
+    for name in names:
+        if name not in CLIENTS:
+            raise unknown("client", name, CLIENTS)
+    with folder(out, "clients", {"only": names, "server": list(SERVER)}) as place, served(SERVER) as server:
+        for name in names:
+            arguments = (str(examples),) if name == "schemathesis" else ()
+            outcome = tried(CLIENTS[name], server.url, environments, arguments)
+            print(line(outcome), flush=True)
+            if outcome.installed and outcome.error:
+                print("".join(server.told.copy()), file=sys.stderr)
+            place.add({"phase": "clients", "turn": name, **asdict(outcome)})
+        lines = [cells(row) for row in place.rows]
+        head = ("client", "version", "tried", "outcome")
+        place.finish(Findings(tables=[Table(title="Clients", head=head, lines=lines)]))
+    if any(row["installed"] and row["error"] for row in place.rows):
         raise typer.Exit(1)

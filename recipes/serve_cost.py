@@ -20,9 +20,9 @@ The client shares the machine with the server, so it only notes when bytes come,
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,18 +30,20 @@ import typer
 
 import outrider
 from outrider.bench.evidence import Row
-from outrider.bench.folder import folder
+from outrider.bench.folder import Folder, folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
+from outrider.bench.workloads.workload import PROMPTS
 from outrider.core.inputs import InputError
 from outrider.core.types import Sampling
+from outrider.embedded import EMBEDDED_TARGET
 from outrider.engine.engine import Engine
 from recipes import options
-from recipes.inquiry.trial import Setting
+from recipes.label import Label
 from recipes.quartiles import quartiles, spread
 from recipes.serve_clients import Answer, completed
-from recipes.serve_load import Level, Way, rate_row, requests_of
-from recipes.serve_process import VLLM_MODES, served, vllm_served
+from recipes.serve_load import Way, rate_row, requests_of
+from recipes.served import VLLM_MODES, Served, served, vllm_served
 
 QUICK = {"ways": "plain", "batch": 2, "tokens": 12, "rounds": 1, "levels": "", "warm_up": 1}
 STEP_GOAL, FIRST_GOAL = 0.3, 10.0
@@ -53,21 +55,7 @@ WAYS: Mapping[str, Mapping[str, str]] = {"plain": {"drafter": "none"}, "drafts":
 """Options of engine and server, by the name of the job."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Side:
-    """`engine` or `server`."""
-
-    name: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Plain decoding, or drafts."""
-
-    name: str
-
-
-SIDES = (Side(name="engine"), Side(name="server"))
+SIDES = Label.each(("engine", "server"))
 
 
 def asked_of(prompts: Sequence[str], number: int, tokens: int) -> list[dict[str, Any]]:
@@ -171,125 +159,38 @@ def findings(
     return Findings(tables=tables, text=text, summary={"steps": steps, "firsts": firsts, "rates": speeds})
 
 
-def run(
-    out: Path | None,
-    *,
-    target: str | None = None,
-    ways: str = "plain,drafts",
-    batch: int = 8,
-    tokens: int = 128,
-    warm_up: int = 2,
-    levels: str = "1,8",
-    requests: int = 32,
-    rounds: int = 9,
-    vllm_python: Path | None = None,
-    vllm_modes: str = "plain,ngram",
-    drafter: str | None = None,
-    dtype: str = "auto",
-    threads: int = 1,
-) -> dict[str, Any]:
-    """Measure and write; returns the summary."""
-    given = {
-        **locals(),
-        "target": None if target is None else Path(target).name,
-        "vllm_python": vllm_python is not None,
-    }
-    jobs = [Job(name=name.strip()) for name in ways.split(",")]
-    modes = [name.strip() for name in vllm_modes.split(",")] if vllm_python is not None else []
-    for what, names, known in (("--ways", [j.name for j in jobs], WAYS), ("--vllm-modes", modes, VLLM_MODES)):
-        if wrong := [name for name in names if name not in known]:
-            raise InputError(f"{what} must be of {', '.join(known)}, with commas between them, got {wrong[0]!r}")
-    counts = [Level(concurrency=count) for count in options.whole_numbers("--levels", levels)] if levels else []
-    common = {"dtype": dtype, "max_slots": str(batch), **({} if target is None else {"target": target})}
-    prompts = [each["prompt"] for each in requests_of(Setting().prompts, batch)]
-    with folder(out, "serve_cost", given) as place:
-        sums: dict[str, list[dict[str, Any]]] = {}
-        with ExitStack() as stack:
-            engines = {
-                job.name: outrider.load(
-                    **{**common, **WAYS[job.name], "max_slots": batch, "threads": threads}  # type: ignore[arg-type]
-                )
-                for job in jobs
-            }
-            servers = {
-                job.name: stack.enter_context(served(_written({**common, **WAYS[job.name]}), threads=threads))
-                for job in jobs
-            }
-
-            def answers(turn: Turn[Side, Job], asked: Sequence[Mapping[str, Any]]) -> list[Answer]:
-                if turn.way.name == "engine":
-                    return by_hand(engines[turn.job.name], asked)
-                return completed(servers[turn.job.name].port, asked)
-
-            def step(turn: Turn[Side, Job]) -> Row:
-                made = answers(turn, asked_of(prompts, turn.round, tokens))
-                return {"side": turn.way.name, "job": turn.job.name, "step": step_milliseconds(made)}
-
-            def first(turn: Turn[Side, Job]) -> Row:
-                made = [answers(turn, asked_of([text], 1000 + turn.round, 4))[0] for text in prompts]
-                times = [1000 * answer.first for answer in made if answer.first is not None]
-                return {"side": turn.way.name, "job": turn.job.name, "first": statistics.median(times)}
-
-            place.take("warm-up", turns(SIDES, jobs, rounds=warm_up), step)
-            sums["steps"] = summarise(place.take("step", turns(SIDES, jobs, rounds=rounds), step), "step")
-            sums["firsts"] = summarise(place.take("first", turns(SIDES, jobs, rounds=rounds), first), "first")
-            engines.clear()
-        rates: list[Row] = []
-        if counts and vllm_python is not None:
-            own = {} if drafter is None else {"drafter": drafter}
-            rates = _rates(place, counts, rounds, requests, target, own, vllm_python, modes, dtype, threads)
-        found = findings(sums["steps"], sums["firsts"], rates, batch)
-        place.finish(found)
-    summary: dict[str, Any] = found.summary  # type: ignore[assignment]
-    return summary
-
-
-def _rates(
-    place: Any,
-    levels: Sequence[Level],
+def rates(
+    place: Folder,
+    levels: Sequence[Label],
     rounds: int,
-    requests: int,
-    target: str | None,
-    drafter: Mapping[str, str],
-    python: Path,
-    modes: Sequence[str],
-    dtype: str,
+    asked: Sequence[Mapping[str, Any]],
+    ours: Mapping[str, Sequence[str]],
+    theirs: Mapping[str, Callable[[], AbstractContextManager[Served]]],
     threads: int,
 ) -> list[Row]:
-    """The rates of our server and of vLLM's, in turns; both are loaded, and one works at a time.
+    """The rates of our servers and of vLLM's, in turns; all are loaded, and one works at a time.
 
     Args:
-        drafter: The option that names our drafter, if it is not the default one.
+        ours: Options of each of our servers.
+        theirs: What starts each of vLLM's.
     """
-    from outrider.embedded import EMBEDDED_TARGET
-
-    slots = max(level.concurrency for level in levels)
-    asked = [{**each, "ignore_eos": True} for each in requests_of(Setting().prompts, requests)]
-    own = {"dtype": dtype, "max_slots": str(slots), **({} if target is None else {"target": target}), **drafter}
-    ours: dict[str, dict[str, str]] = {"outrider": {}}
-    ours[f"outrider, {requests} warm slots"] = {"max_warm_slots": str(requests)}
-    ways = [Way(name=name) for name in (*ours, *(f"vLLM, {mode}" for mode in modes))]
     with ExitStack() as stack:
-        servers = {
-            name: stack.enter_context(served(_written({**own, **more}), threads=threads)) for name, more in ours.items()
-        }
-        for mode in modes:
-            model = str(EMBEDDED_TARGET) if target is None else target
-            made = vllm_served(python, model, mode, dtype=dtype, slots=slots, threads=threads)
-            servers[f"vLLM, {mode}"] = stack.enter_context(made)
+        servers = {name: stack.enter_context(served(given, threads=threads)) for name, given in ours.items()}
+        servers |= {name: stack.enter_context(start()) for name, start in theirs.items()}
+        ways = [Way(name=name) for name in servers]
 
-        def rated(turn: Turn[Way, Level]) -> Row:
+        def rated(turn: Turn[Way, Label]) -> Row:
             time.sleep(SETTLE)
-            return rate_row(servers[turn.way.name], asked, turn.job.concurrency, turn.way)
+            return rate_row(servers[turn.way.name], asked, turn.job.value, turn.way)
 
         place.take("warm-up of rates", turns(ways, levels), rated)
-        found: list[Row] = place.take("rates", turns(ways, levels, rounds=rounds), rated)
-    return found
+        return place.take("rates", turns(ways, levels, rounds=rounds), rated)
 
 
-def _written(given: Mapping[str, str]) -> list[str]:
-    """Options as a command line has them."""
-    return [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
+def _written(given: Mapping[str, str | None]) -> list[str]:
+    """Options as a command line has them; those that are None are left out."""
+    named = {name.replace("_", "-"): value for name, value in given.items() if value is not None}
+    return [part for name, value in named.items() for part in (f"--{name}", value)]
 
 
 def main(
@@ -307,6 +208,63 @@ def main(
     drafter: Annotated[str | None, typer.Option(help="Our drafter beside vLLM; by default that of serve.")] = None,
     dtype: options.Dtype = "auto",
     threads: options.Threads = 1,
-) -> None:
+) -> Mapping[str, Any]:
     """Measure what the server adds to its engine, and its rate beside vLLM's server."""
-    run(**locals())
+    given = {**locals(), "target": target and Path(target).name, "vllm_python": vllm_python is not None}
+    jobs = Label.each(name.strip() for name in ways.split(","))
+    modes = [name.strip() for name in vllm_modes.split(",")] if vllm_python is not None else []
+    for what, names, known in (("--ways", [j.name for j in jobs], WAYS), ("--vllm-modes", modes, VLLM_MODES)):
+        if wrong := [name for name in names if name not in known]:
+            raise InputError(f"{what} must be of {', '.join(known)}, with commas between them, got {wrong[0]!r}")
+    counts = Label.each(options.whole_numbers("--levels", levels), "{} at once") if levels else []
+    common = {"dtype": dtype, "target": target}
+    prompts = [each["prompt"] for each in requests_of(PROMPTS, batch)]
+    with folder(out, "serve_cost", given) as place:
+        with ExitStack() as stack:
+            engines = {
+                job.name: outrider.load(**common, **WAYS[job.name], max_slots=batch, threads=threads)  # type: ignore[arg-type]
+                for job in jobs
+            }
+            servers = {
+                job.name: stack.enter_context(
+                    served(_written({**common, "max_slots": str(batch), **WAYS[job.name]}), threads=threads)
+                )
+                for job in jobs
+            }
+
+            def answers(turn: Turn[Label, Label], asked: Sequence[Mapping[str, Any]]) -> list[Answer]:
+                if turn.way.name == "engine":
+                    return by_hand(engines[turn.job.name], asked)
+                return completed(servers[turn.job.name].port, asked)
+
+            def step(turn: Turn[Label, Label]) -> Row:
+                made = answers(turn, asked_of(prompts, turn.round, tokens))
+                return {"side": turn.way.name, "job": turn.job.name, "step": step_milliseconds(made)}
+
+            def first(turn: Turn[Label, Label]) -> Row:
+                made = [answers(turn, asked_of([text], 1000 + turn.round, 4))[0] for text in prompts]
+                times = [1000 * answer.first for answer in made if answer.first is not None]
+                return {"side": turn.way.name, "job": turn.job.name, "first": statistics.median(times)}
+
+            place.take("warm-up", turns(SIDES, jobs, rounds=warm_up), step)
+            steps = summarise(place.take("step", turns(SIDES, jobs, rounds=rounds), step), "step")
+            firsts = summarise(place.take("first", turns(SIDES, jobs, rounds=rounds), first), "first")
+            engines.clear()
+        made: list[Row] = []
+        if counts and vllm_python is not None:
+            slots = max(level.value for level in counts)
+            own = _written({**common, "max_slots": str(slots), "drafter": drafter})
+            ours = {"outrider": own}
+            ours[f"outrider, {requests} warm slots"] = [*own, "--max-warm-slots", str(requests)]
+            model = str(EMBEDDED_TARGET) if target is None else target
+            theirs = {
+                f"vLLM, {mode}": partial(
+                    vllm_served, vllm_python, model, mode, dtype=dtype, slots=slots, threads=threads
+                )
+                for mode in modes
+            }
+            asked = [{**each, "ignore_eos": True} for each in requests_of(PROMPTS, requests)]
+            made = rates(place, counts, rounds, asked, ours, theirs, threads)
+        found = findings(steps, firsts, made, batch)
+        place.finish(found)
+    return found.summary or {}

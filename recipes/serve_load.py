@@ -43,11 +43,12 @@ from outrider.bench.folder import folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
+from outrider.bench.workloads.workload import PROMPTS
 from outrider.core.inputs import InputError
 from recipes import options
-from recipes.inquiry.trial import Setting
+from recipes.label import Label
 from recipes.serve_clients import Answer, Tally, bad_client, complete, good_client
-from recipes.serve_process import Served, served
+from recipes.served import Served, served
 
 QUICK = {
     "minutes": 0.02,
@@ -82,18 +83,6 @@ class Way:
     name: str
     options: tuple[str, ...] = ()
     asked: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Level:
-    """So many requests at once."""
-
-    concurrency: int
-
-    @property
-    def name(self) -> str:
-        """Unique among the levels."""
-        return f"{self.concurrency} at once"
 
 
 def requests_of(prompts: Path, count: int) -> list[dict[str, Any]]:
@@ -358,63 +347,6 @@ def findings(row: Row, kill: Row | None, entries: Sequence[dict[str, Any]]) -> F
     return Findings(tables=tables, panels=panels, text=text, summary=summary)
 
 
-def run(
-    out: Path | None,
-    *,
-    minutes: float = 10.0,
-    clients: int = 64,
-    distinct: int = 96,
-    levels: str = "1,2,4,8,16,32,64",
-    requests: int = 64,
-    rounds: int = 3,
-    plain: str = "process",
-    kills: bool = True,
-    dtype: str = "float32",
-    threads: int = 2,
-) -> dict[str, Any]:
-    """Measure and write; returns the summary."""
-    given = dict(locals())
-    if plain not in ("process", "request"):
-        raise InputError(f"--plain must be process or request, got {plain!r}")
-    steps = [Level(concurrency=count) for count in options.whole_numbers("--levels", levels)]
-    slots = max(clients, *(step.concurrency for step in steps))
-    common = ("--dtype", dtype, "--max-slots", str(slots), "--slow-client-seconds", str(SLOW_SECONDS))
-    apart = Way(name=PLAIN, options=("--drafter", "none"))
-    inside = Way(name=PLAIN, asked={"speculation": {"enabled": False}})
-    ways = [Way(name=DEFAULT), apart if plain == "process" else inside]
-    asked = requests_of(Setting().prompts, max(distinct, requests))
-    with folder(out, "serve_load", given) as place, ExitStack() as stack:
-        servers: dict[str, Served] = {}
-
-        def server_of(way: Way) -> Served:
-            key = " ".join(way.options)
-            if key not in servers:
-                servers[key] = stack.enter_context(served((*common, *way.options), threads=threads))
-            return servers[key]
-
-        def loaded(turn: Turn[Way, Level]) -> Row:
-            return load_row(server_of(turn.way), asked[:distinct], clients, 60 * minutes)
-
-        def killed(turn: Turn[Way, Level]) -> Row:
-            return killed_row(asked[:distinct], common, threads)
-
-        def rated(turn: Turn[Way, Level]) -> Row:
-            return rate_row(server_of(turn.way), asked[:requests], turn.job.concurrency, turn.way)
-
-        [row] = place.take("load", turns(ways[:1], [Level(concurrency=clients)]), loaded)
-        if steps:
-            # Every shape of forward runs once before anything is timed.
-            place.take("warm-up", turns(ways, steps[-1:]), rated)
-        kill = None
-        if kills:
-            [kill] = place.take("kill", turns(ways[:1], [Level(concurrency=8)]), killed)
-        entries = summarise(place.take("rates", turns(ways, steps, rounds=rounds), rated))
-        found = findings(row, kill, entries)
-        place.finish(found)
-    summary: dict[str, Any] = found.summary  # type: ignore[assignment]
-    return summary
-
-
 def main(
     out: options.Out = None,
     minutes: Annotated[float, typer.Option(min=0.0, help="How long the load with chaos lasts.")] = 10.0,
@@ -427,8 +359,46 @@ def main(
     kills: Annotated[bool, typer.Option(help="Also kill a server that learns, and start it again.")] = True,
     dtype: options.Dtype = "float32",
     threads: options.Threads = 2,
-) -> None:
+) -> Mapping[str, Any]:
     """Load the server, with chaos and without. Exit status 1 if the server did anything wrong under load."""
-    summary = run(**locals())
+    given = dict(locals())
+    if plain not in ("process", "request"):
+        raise InputError(f"--plain must be process or request, got {plain!r}")
+    steps = Label.each(options.whole_numbers("--levels", levels), "{} at once")
+    slots = max(clients, *(step.value for step in steps))
+    common = ("--dtype", dtype, "--max-slots", str(slots), "--slow-client-seconds", str(SLOW_SECONDS))
+    apart = Way(name=PLAIN, options=("--drafter", "none"))
+    inside = Way(name=PLAIN, asked={"speculation": {"enabled": False}})
+    ways = [Way(name=DEFAULT), apart if plain == "process" else inside]
+    asked = requests_of(PROMPTS, max(distinct, requests))
+    with folder(out, "serve_load", given) as place, ExitStack() as stack:
+        servers: dict[str, Served] = {}
+
+        def server_of(way: Way) -> Served:
+            key = " ".join(way.options)
+            if key not in servers:
+                servers[key] = stack.enter_context(served((*common, *way.options), threads=threads))
+            return servers[key]
+
+        def loaded(turn: Turn[Way, Label]) -> Row:
+            return load_row(server_of(turn.way), asked[:distinct], clients, 60 * minutes)
+
+        def killed(turn: Turn[Way, Label]) -> Row:
+            return killed_row(asked[:distinct], common, threads)
+
+        def rated(turn: Turn[Way, Label]) -> Row:
+            return rate_row(server_of(turn.way), asked[:requests], turn.job.value, turn.way)
+
+        [row] = place.take("load", turns(ways[:1], Label.each([clients], "{} at once")), loaded)
+        if steps:
+            # Every shape of forward runs once before anything is timed.
+            place.take("warm-up", turns(ways, steps[-1:]), rated)
+        kill = None
+        if kills:
+            [kill] = place.take("kill", turns(ways[:1], Label.each([8], "{} at once")), killed)
+        found = findings(row, kill, summarise(place.take("rates", turns(ways, steps, rounds=rounds), rated)))
+        place.finish(found)
+    summary = found.summary or {}
     if summary["faults"]:
         raise typer.Exit(1)
+    return summary

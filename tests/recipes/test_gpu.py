@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from outrider import InputError
-from recipes import gpu, gpu_parts
-from recipes.gpu_parts import REHEARSAL
+from recipes import gpu
+from recipes.gpu import REHEARSAL
 
 PRINTS = "import json; print('loading'); print(json.dumps({'name': 'one', 'holds': True}), flush=True)"
+PARTS = {part.name: part.run for part in gpu.ALL}
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
@@ -29,8 +30,7 @@ def test_an_unknown_part_is_named(tmp_path):
         gpu.run(tmp_path / "run", rehearse=True, parts=["law"])
 
 
-def test_parts_of_the_recipe_are_those_that_run_and_take_ten_minutes_at_most():
-    assert [part.name for part in gpu.ALL] == list(gpu_parts.ALL)
+def test_parts_take_ten_minutes_at_most():
     assert sum(part.limit for part in gpu.ALL) <= 600
 
 
@@ -54,7 +54,7 @@ def test_a_part_that_fails_leaves_its_rows_and_a_page(tmp_path, monkeypatch):
     limits = {part.name: part for part in gpu.ALL}
 
     def rows(command: list[str], limit: float) -> Iterator[gpu.Row]:
-        assert command[:3] == [sys.executable, "-m", "recipes.gpu_parts"]
+        assert command[:3] == [sys.executable, "-m", "recipes.gpu"]
         assert limit == limits[command[3]].limit
         yield {"name": "first", "holds": command[3] != "serving"}
         if command[3] == "laws":
@@ -85,7 +85,7 @@ def test_a_step_is_read_against_the_time_to_give_the_weights():
 
 @pytest.mark.parametrize("part", ["forwards", "profile", "training", "serving"])
 def test_in_a_rehearsal_a_part_runs_on_a_cpu_and_finds_nothing_wrong(part):
-    rows = list(gpu_parts.ALL[part](REHEARSAL))
+    rows = list(PARTS[part](REHEARSAL))
     assert len({row["name"] for row in rows}) == len(rows) > 1
     assert [row for row in rows if "error" in row] == []
     assert all(row.get("holds", True) and row.get("flat", True) for row in rows)
@@ -93,13 +93,13 @@ def test_in_a_rehearsal_a_part_runs_on_a_cpu_and_finds_nothing_wrong(part):
 
 
 def test_every_verifier_of_the_catalog_has_a_way():
-    engine = gpu_parts.loaded(REHEARSAL)
-    names = dict(gpu_parts.ways(engine))
-    assert {name.partition(", ")[2] for name in names} == set(gpu_parts.verifiers())
+    engine = gpu.loaded(REHEARSAL)
+    names = dict(gpu.ways(engine))
+    assert {name.partition(", ")[2] for name in names} == set(gpu.verifiers())
     some = [name for name in names if name.endswith("traversal")]
-    prompts = gpu_parts.prompts_of(engine, 1)
+    prompts = gpu.prompts_of(engine, 1)
     for name in some:
-        found = gpu_parts.attempt(partial(gpu_parts.same, names[name], prompts, REHEARSAL))
+        found = gpu.attempt(partial(gpu.same, names[name], prompts, REHEARSAL))
         assert (found["holds"], found["tokens"]) == (True, REHEARSAL.max_new_tokens)
 
 
@@ -110,13 +110,13 @@ def test_an_attempt_tells_what_is_refused_from_what_fails():
     def refused() -> gpu.Row:
         raise InputError("not here")
 
-    assert gpu_parts.attempt(fails) == {"error": "ValueError: first line"}
-    assert gpu_parts.attempt(refused) == {"refused": "not here"}
+    assert gpu.attempt(fails) == {"error": "ValueError: first line"}
+    assert gpu.attempt(refused) == {"refused": "not here"}
 
 
 @pytest.mark.parametrize(("part", "count"), [("laws", 1), ("identities", 2)])
 def test_in_a_rehearsal_the_long_parts_begin_well(part, count):
-    rows = list(islice(gpu_parts.ALL[part](REHEARSAL), count))
+    rows = list(islice(PARTS[part](REHEARSAL), count))
     assert rows[0]["name"].startswith("chain, token")
     assert [
         row for row in rows if "error" in row or not row.get("holds", True) or row.get("verdict") == "differs"

@@ -68,12 +68,12 @@ def test_prompts_of_two_rounds_share_nothing() -> None:
 )
 def test_unknown_ways_are_refused(given: dict, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        serve_cost.run(None, **given)
+        serve_cost.main(**given)
 
 
 @pytest.mark.slow
 def test_the_quick_form_measures_both_sides(tmp_path: Path) -> None:
-    summary = serve_cost.run(tmp_path / "out", **serve_cost.QUICK, threads=1)
+    summary = serve_cost.main(tmp_path / "out", **serve_cost.QUICK, threads=1)
     for name in ("steps", "firsts"):
         [entry] = summary[name]
         assert entry["job"] == "plain"

@@ -46,7 +46,7 @@ def test_growth_is_that_of_the_line_behind_the_warm_up() -> None:
 
 
 def test_requests_are_always_the_same_and_of_many_lengths() -> None:
-    prompts = serve_load.Setting().prompts
+    prompts = serve_load.PROMPTS
     found = requests_of(prompts, 40)
     assert found == requests_of(prompts, 40)
     assert len({len(each["prompt"]) for each in found}) > 20
@@ -103,12 +103,12 @@ def test_clients_tell_of_a_server_that_answers_wrongly() -> None:
 
 def test_a_wrong_way_of_plain_decoding_is_refused() -> None:
     with pytest.raises(InputError, match="--plain must be process or request, got 'x'"):
-        serve_load.run(None, plain="x")
+        serve_load.main(plain="x")
 
 
 @pytest.mark.slow
 def test_the_quick_form_finds_nothing_wrong(tmp_path: Path) -> None:
-    summary = serve_load.run(tmp_path / "out", **serve_load.QUICK, threads=1)
+    summary = serve_load.main(tmp_path / "out", **serve_load.QUICK, threads=1)
     assert summary["faults"] == []
     assert summary["finished"] > 0
     assert summary["chaos"] > 0

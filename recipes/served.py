@@ -14,12 +14,12 @@ import urllib.request
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from outrider.core.inputs import InputError
-from recipes.startup import ROOT
+from recipes.fresh import ROOT, surroundings
 
 READY = re.compile(r"serving .* at http://127\.0\.0\.1:(\d+) ")
 """What a server says when it listens."""
@@ -39,14 +39,21 @@ class Served:
     Attributes:
         pid: Its process.
         port: Of the loopback address.
+        told: Its last lines; grows.
     """
 
     pid: int
     port: int
+    told: deque[str] = field(default_factory=deque, repr=False, compare=False)
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.port}"
 
     def get(self, path: str) -> str:
         """What a path answers."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as answer:
             found: bytes = answer.read()
         return found.decode()
 
@@ -70,7 +77,7 @@ class Served:
 
 
 @contextmanager
-def served(options: Sequence[str], *, threads: int, killed: bool = False) -> Iterator[Served]:
+def served(options: Sequence[str], *, threads: int | None = None, killed: bool = False) -> Iterator[Served]:
     """A server with these options, for the time of the block. It ends by SIGTERM.
 
     Args:
@@ -79,9 +86,7 @@ def served(options: Sequence[str], *, threads: int, killed: bool = False) -> Ite
     Raises:
         RuntimeError: It did not start, or its exit status is not 0.
     """
-    around = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    around["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "outrider", "serve", "--port", "0", *options]
+    command, around = [sys.executable, "-m", "outrider", "serve", "--port", "0", *options], surroundings(threads)
     with subprocess.Popen(command, cwd=ROOT, env=around, stderr=subprocess.PIPE, text=True) as process:
         told = deque[str](maxlen=40)
         try:
@@ -89,7 +94,7 @@ def served(options: Sequence[str], *, threads: int, killed: bool = False) -> Ite
             # What nobody reads would stop the server when the pipe is full.
             reader = threading.Thread(target=told.extend, args=(process.stderr,), daemon=True)
             reader.start()
-            yield Served(pid=process.pid, port=port)
+            yield Served(pid=process.pid, port=port, told=told)
             if not killed:
                 process.send_signal(signal.SIGTERM)
             status = process.wait(timeout=ENDING_SECONDS)
@@ -126,7 +131,7 @@ def vllm_served(python: Path, target: str, mode: str, *, dtype: str, slots: int,
         reader = threading.Thread(target=told.extend, args=(process.stderr,), daemon=True)
         reader.start()
         try:
-            server, end = Served(pid=process.pid, port=port), time.monotonic() + VLLM_SECONDS
+            server, end = Served(pid=process.pid, port=port, told=told), time.monotonic() + VLLM_SECONDS
             while not _is_healthy(server):
                 if process.poll() is not None or time.monotonic() > end:
                     raise RuntimeError(f"vLLM's server did not start: {''.join(told)[-2000:]}")
