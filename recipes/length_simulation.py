@@ -17,7 +17,6 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from outrider.lengths.costs import CostTable, StepCost
 from outrider.lengths.experience import Experience, LengthChoice, PolicyState
 from outrider.lengths.goodput import GoodputLength
 from recipes import options
+from recipes.label import Label
 
 POLICY = GoodputLength()
 Cost = Callable[[int, int], float]
@@ -315,37 +315,22 @@ def findings(rows: Sequence[Row]) -> Findings:
     return Findings(tables=[Table(head=head, lines=lines)], text="Simulated engines; see the module for the worlds.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """What the policy knows at first."""
-
-    name: str
-
-
-def run(
-    out: Path | None, *, runs: int = 20, requests: str = "1,3,8", tokens: str = "64,128,512", errors: str = "0,0.1"
-) -> list[Row]:
-    """Simulate and write; returns a row per world and way."""
-    given = dict(locals())
-    counts, lengths = options.whole_numbers("--requests", requests), options.whole_numbers("--tokens", tokens)
-    jobs = worlds(counts, lengths, options.numbers("--errors", errors))
-    ways = [Way(name=name) for name in ("fresh", "kept", "seeded")]
-    with folder(out, "length_simulation", given) as place:
-
-        def simulated(turn: Turn[Way, World]) -> Row:
-            return judged(turn.job, runs, turn.way.name)
-
-        rows = place.take("simulated", turns(ways, jobs), simulated)
-        place.finish(findings(rows))
-        return rows
-
-
 def main(
     out: options.Out = None,
     runs: Annotated[int, typer.Option(min=1, help="Runs per world.")] = 20,
     requests: Annotated[str, typer.Option(help="Numbers of requests.")] = "1,3,8",
     tokens: Annotated[str, typer.Option(help="Lengths of outputs.")] = "64,128,512",
     errors: Annotated[str, typer.Option(help="How far the policy's costs are off.")] = "0,0.1",
-) -> None:
+) -> list[Row]:
     """Simulate goodput in engines whose costs and acceptance are known."""
-    run(out, runs=runs, requests=requests, tokens=tokens, errors=errors)
+    given = dict(locals())
+    counts, lengths = options.whole_numbers("--requests", requests), options.whole_numbers("--tokens", tokens)
+    jobs = worlds(counts, lengths, options.numbers("--errors", errors))
+    with folder(out, "length_simulation", given) as place:
+
+        def simulated(turn: Turn[Label, World]) -> Row:
+            return judged(turn.job, runs, turn.way.name)
+
+        rows = place.take("simulated", turns(Label.each(("fresh", "kept", "seeded")), jobs), simulated)
+        place.finish(findings(rows))
+        return rows

@@ -33,8 +33,9 @@ from outrider.engine.engine import Engine
 from outrider.lengths.costs import CostTable
 from outrider.lengths.experience import Experience
 from recipes import options
+from recipes.label import Label
 from recipes.length_simulation import POLICY, LearntLengths, Lengths
-from recipes.never_loses import STATES, Cell, State, cells_of, records_in
+from recipes.never_loses import STATES, Cell, cells_of, records_in
 from recipes.questions import read_prompts
 
 TURNS = 3
@@ -53,18 +54,6 @@ class Text:
 
     prompt: int
     accepted: Sequence[int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Warmth:
-    """A temperature at which texts are made."""
-
-    temperature: float
-
-    @property
-    def name(self) -> str:
-        """Unique among the temperatures."""
-        return f"temperature {self.temperature:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,20 +201,19 @@ def findings(rows: Sequence[Row]) -> Findings:
     return Findings(tables=[Table(head=head, lines=lines)], text=text)
 
 
-def run(
-    out: Path | None,
-    *,
-    target: str | None = None,
-    drafter: str | None = None,
-    requests: str = "1,2,4,8",
-    temperatures: str = "0,1",
-    texts: int = 40,
-    max_new_tokens: int = 96,
-    processes: int = 20,
-    slower: float = 0.03,
-    threads: int = 2,
+def main(
+    out: options.Out = None,
+    target: options.Target = None,
+    drafter: options.Drafter = None,
+    requests: options.AtOnce = "1,2,4,8",
+    temperatures: options.Temperatures = "0,1",
+    texts: Annotated[int, typer.Option(min=1, help="Most prompts that are decoded.")] = 40,
+    max_new_tokens: options.MaxNewTokens = 96,
+    processes: Annotated[int, typer.Option(min=1, help="Simulated processes of three turns each.")] = 20,
+    slower: Annotated[float, typer.Option(min=0.0, help="Share by which drafts cost more than the table says.")] = 0.03,
+    threads: options.Threads = 2,
 ) -> list[Row]:
-    """Record, simulate and write; returns a row per cell and state."""
+    """Simulate goodput along real texts, with measured costs and without a clock."""
     given = {**locals(), "target": None if target is None else Path(target).name}
     counts, warmths = options.whole_numbers("--requests", requests), options.numbers("--temperatures", temperatures)
     cells = cells_of(warmths, counts)
@@ -240,47 +228,20 @@ def run(
         drafting = outrider.load(**asked, max_slots=8, length=f"fixed:{POLICY.most}")
         prompts = [drafting.encode(prompt) for _, _, prompt in read_prompts(PROMPTS)][:texts]
 
-        def made(turn: Turn[State, Warmth]) -> Row:
-            found = recorded(drafting, prompts, turn.job.temperature, max_new_tokens)
-            return {"temperature": turn.job.temperature, "texts": [asdict(text) for text in found]}
+        def made(turn: Turn[Label, Label]) -> Row:
+            found = recorded(drafting, prompts, turn.job.value, max_new_tokens)
+            return {"temperature": turn.job.value, "texts": [asdict(text) for text in found]}
 
-        jobs = [Warmth(temperature=warmth) for warmth in warmths]
+        jobs = Label.each(warmths, "temperature {:g}")
         known = {
             row["temperature"]: [Text(**text) for text in row["texts"]]
-            for row in place.take("recorded", turns([State(name="one token a step")], jobs), made)
+            for row in place.take("recorded", turns([Label("one token a step")], jobs), made)
         }
 
-        def simulated(turn: Turn[State, Cell]) -> Row:
+        def simulated(turn: Turn[Label, Cell]) -> Row:
             own = known[turn.job.temperature]
             return judged(own, costs, turn.job, turn.way.name, processes=processes, slower=slower)
 
-        rows = place.take("simulated", turns([State(name=name) for name in STATES], cells), simulated)
+        rows = place.take("simulated", turns(Label.each(STATES), cells), simulated)
         place.finish(findings(rows))
         return rows
-
-
-def main(
-    out: options.Out = None,
-    target: options.Target = None,
-    drafter: options.Drafter = None,
-    requests: options.AtOnce = "1,2,4,8",
-    temperatures: options.Temperatures = "0,1",
-    texts: Annotated[int, typer.Option(min=1, help="Most prompts that are decoded.")] = 40,
-    max_new_tokens: options.MaxNewTokens = 96,
-    processes: Annotated[int, typer.Option(min=1, help="Simulated processes of three turns each.")] = 20,
-    slower: Annotated[float, typer.Option(min=0.0, help="Share by which drafts cost more than the table says.")] = 0.03,
-    threads: options.Threads = 2,
-) -> None:
-    """Simulate goodput along real texts, with measured costs and without a clock."""
-    run(
-        out,
-        target=target,
-        drafter=drafter,
-        requests=requests,
-        temperatures=temperatures,
-        texts=texts,
-        max_new_tokens=max_new_tokens,
-        processes=processes,
-        slower=slower,
-        threads=threads,
-    )

@@ -24,7 +24,6 @@ import math
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -53,8 +52,9 @@ from outrider.lengths.fixed import FixedLength
 from outrider.plan.table import RECORD as COSTS
 from outrider.plan.table import measured
 from recipes import options
+from recipes.fresh import row_of
+from recipes.label import Label
 from recipes.questions import read_prompts
-from recipes.startup import ROOT
 
 PLAIN, DEFAULT, CONTROL = "plain", "default", "plain, again"
 """`plain, again` runs what `plain` runs. What the two differ by is noise."""
@@ -243,25 +243,6 @@ def cells_of(temperatures: Sequence[float], requests: Sequence[int]) -> list[Cel
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """What earlier processes left behind: `empty` or `kept`."""
-
-    name: str
-
-
-def process(asked: Mapping[str, Any]) -> Row:
-    """The row of a fresh process."""
-    around = os.environ | {"OMP_NUM_THREADS": str(asked["threads"]), "HF_HUB_OFFLINE": "1"}
-    around["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "recipes.never_loses", json.dumps(asked)]
-    done = subprocess.run(command, cwd=ROOT, env=around, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"a process failed: {done.stderr[-2000:]}")
-    found: Row = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """For each cell and state: the default's speed over plain decoding and over the best way, and what that is."""
     found = []
@@ -389,48 +370,9 @@ def _over(entry: dict[str, Any]) -> IntervalEstimate:
     return IntervalEstimate(value=entry["over_best"], low=low, high=high)
 
 
-def run(
-    out: Path | None,
-    *,
-    target: str | None = None,
-    drafter: str | None = None,
-    lengths: str = "1,2,3,4,5,6,7,8",
-    requests: str = "1,2,4,8",
-    temperatures: str = "0,1",
-    states: str = "empty,kept",
-    max_new_tokens: int = 96,
-    rounds: int = 3,
-    passes: int = PASSES,
-    threads: int = 2,
-) -> list[dict[str, Any]]:
-    """Measure and write; returns an entry per cell and state."""
-    given = {**locals(), "target": None if target is None else Path(target).name}
-    counts, warmths = options.whole_numbers("--requests", requests), options.numbers("--temperatures", temperatures)
-    named = [State(name=name.strip()) for name in states.split(",")]
-    if wrong := [state.name for state in named if state.name not in STATES]:
-        raise InputError(f"--states must be {' or '.join(STATES)}, with commas between them, got {wrong[0]!r}")
-    cells = cells_of(warmths, counts)
-    with folder(out, "never_loses", given) as place, tempfile.TemporaryDirectory() as scratch:
-        common = {
-            "target": target,
-            "drafter": drafter,
-            "lengths": options.whole_numbers("--lengths", lengths),
-            "max_new_tokens": max_new_tokens,
-            "passes": passes,
-            "threads": threads,
-            "kept": str((Path(scratch) if out is None else out.absolute()) / "kept"),
-        }
-
-        def measured(turn: Turn[State, Cell]) -> Row:
-            head = {**asdict(turn.job), "state": turn.way.name, "round": turn.round}
-            return {**head, **process({**common, **head, "prepare": False})}
-
-        if any(state.name == "kept" for state in named):
-            # Costs are measured at leisure, as `outrider prepare` does.
-            process({**common, **asdict(cells[0]), "state": "kept", "round": 0, "prepare": True})
-        entries = summarise(place.take("measured", turns(named, cells, rounds=rounds), measured))
-        place.finish(findings(entries))
-        return entries
+def asked_as(job: Mapping[str, Any]) -> list[str]:
+    """What a fresh Python is started with to do a job."""
+    return ["-m", "recipes.never_loses", json.dumps(job)]
 
 
 def main(
@@ -445,21 +387,36 @@ def main(
     rounds: options.Rounds = 3,
     passes: Annotated[int, typer.Option(min=2, help="Turns of each way in a process.")] = PASSES,
     threads: options.Threads = 2,
-) -> None:
+) -> list[dict[str, Any]]:
     """Measure the default settings beside plain decoding and every fixed length, in fresh processes."""
-    run(
-        out,
-        target=target,
-        drafter=drafter,
-        lengths=lengths,
-        requests=requests,
-        temperatures=temperatures,
-        states=states,
-        max_new_tokens=max_new_tokens,
-        rounds=rounds,
-        passes=passes,
-        threads=threads,
-    )
+    given = {**locals(), "target": None if target is None else Path(target).name}
+    counts, warmths = options.whole_numbers("--requests", requests), options.numbers("--temperatures", temperatures)
+    named = Label.each(name.strip() for name in states.split(","))
+    if wrong := [state.name for state in named if state.name not in STATES]:
+        raise InputError(f"--states must be {' or '.join(STATES)}, with commas between them, got {wrong[0]!r}")
+    cells = cells_of(warmths, counts)
+    with folder(out, "never_loses", given) as place, tempfile.TemporaryDirectory() as scratch:
+        common = {
+            "target": target,
+            "drafter": drafter,
+            "lengths": options.whole_numbers("--lengths", lengths),
+            "max_new_tokens": max_new_tokens,
+            "passes": passes,
+            "threads": threads,
+            "kept": str((Path(scratch) if out is None else out.absolute()) / "kept"),
+        }
+
+        def measured(turn: Turn[Label, Cell]) -> Row:
+            head = {**asdict(turn.job), "state": turn.way.name, "round": turn.round}
+            return {**head, **row_of(asked_as({**common, **head, "prepare": False}), threads)}
+
+        if any(state.name == "kept" for state in named):
+            # Costs are measured at leisure, as `outrider prepare` does.
+            first = {**common, **asdict(cells[0]), "state": "kept", "round": 0, "prepare": True}
+            row_of(asked_as(first), threads)
+        entries = summarise(place.take("measured", turns(named, cells, rounds=rounds), measured))
+        place.finish(findings(entries))
+        return entries
 
 
 if __name__ == "__main__":

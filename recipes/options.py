@@ -64,7 +64,7 @@ OF_SETTING: dict[str, Any] = {
 
 def with_fields(
     kind: type[Any], *, without: Collection[str] = (), **defaults: object
-) -> Callable[[Callable[..., None]], Any]:
+) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a recipe's function, whose first parameter is a dataclass: the dataclass's fields become options.
 
     A field whose type is annotated with an option is that option; those of a `Setting` are in `OF_SETTING`. The
@@ -97,17 +97,17 @@ def with_fields(
         if name not in without
     ]
 
-    def decorate(main: Callable[..., None]) -> Callable[..., None]:
+    def decorate(main: Callable[..., Any]) -> Callable[..., Any]:
         _, *others = inspect.signature(main).parameters.values()
         keyed = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in others]
         signature = inspect.Signature([*fields, *keyed])
 
         @functools.wraps(main)
-        def run(**given: Any) -> None:
+        def run(**given: Any) -> Any:
             bound = signature.bind(**given)
             bound.apply_defaults()
             values = bound.arguments
-            main(kind(**{field.name: values.pop(field.name) for field in fields}), **values)
+            return main(kind(**{field.name: values.pop(field.name) for field in fields}), **values)
 
         run.__signature__ = signature  # type: ignore[attr-defined]
         run.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
@@ -131,6 +131,16 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) for part in parts):
         raise InputError(f"{option} must be whole numbers >= 1 with commas between them, got {text!r}")
     return tuple(sorted({int(part) for part in parts}))
+
+
+def words(text: str) -> list[str]:
+    """The words of an option that takes several.
+
+    Example:
+        >>> words("empty, kept")
+        ['empty', 'kept']
+    """
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def numbers(option: str, text: str) -> tuple[float, ...]:

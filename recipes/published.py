@@ -31,7 +31,7 @@ from outrider.lm.hf.mtp import behind_pattern
 from outrider.lm.hf.open import open_model
 from recipes import options
 from recipes.published_pairs import NUM_ASSISTANT_TOKENS, Size, gemma4, mtp_target, muse_glimmer
-from recipes.startup import spread
+from recipes.quartiles import extremes
 
 QUICK = {"hidden_size": 32, "layers": 2, "vocab": 64, "rounds": 1, "max_new_tokens": 12}
 NUM_DRAFTED = NUM_ASSISTANT_TOKENS
@@ -167,12 +167,12 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
         own = {library.name: _by_round(rows, name, library.name) for library in LIBRARIES}
         both = [(own["transformers"][k]["ms"], each["ms"]) for k, each in own["outrider"].items()]
         found[name] = {
-            "ms": {library: spread([row["ms"] for row in runs.values()]) for library, runs in own.items()},
+            "ms": {library: extremes([row["ms"] for row in runs.values()]) for library, runs in own.items()},
             "tokens per step": {
                 library: statistics.mean(row["tokens"] / max(1, row["steps"]) for row in runs.values())
                 for library, runs in own.items()
             },
-            "ratio": spread([theirs / ours for theirs, ours in both]),
+            "ratio": extremes([theirs / ours for theirs, ours in both]),
             "same": all(row["same"] for runs in own.values() for row in runs.values()),
         }
     return found

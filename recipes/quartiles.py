@@ -1,8 +1,11 @@
-"""Median and quartiles of repeated runs, and how tables have them."""
+"""Medians of repeated runs, with their quartiles or extremes, and how tables have them."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+
+from outrider.bench.evidence import IntervalEstimate
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -15,3 +18,8 @@ def quartiles(found: Mapping[str, float], form: str = ".2f", scale: float = 1.0)
     """A spread as tables have it, times `scale`."""
     low, middle, high = (found[name] * scale for name in ("low", "median", "high"))
     return f"{middle:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def extremes(values: Sequence[float]) -> IntervalEstimate:
+    """Median, lowest and highest."""
+    return IntervalEstimate(value=statistics.median(values), low=min(values), high=max(values))

@@ -6,7 +6,7 @@ import outrider
 from outrider.core.types import Sampling
 from outrider.lengths.costs import CostTable
 from recipes.length_simulation import Lengths
-from recipes.length_texts import Text, judged, recorded, run, turn_cost
+from recipes.length_texts import Text, judged, main, recorded, turn_cost
 from recipes.never_loses import Cell
 from tests import clocks
 
@@ -59,7 +59,7 @@ def test_the_default_finds_what_is_best(state, seeded):
 
 
 def test_rows_say_how_every_length_does(tmp_path):
-    rows = run(tmp_path / "out", requests="1", temperatures="0", texts=2, max_new_tokens=8, processes=1)
+    rows = main(tmp_path / "out", requests="1", temperatures="0", texts=2, max_new_tokens=8, processes=1)
     assert {row["state"] for row in rows} == {"empty", "kept"}
     assert all(len(row["fixed"]) == 9 and row["over_best"] > 0 for row in rows)
     assert "of plain decoding" in (tmp_path / "out" / "table.md").read_text()

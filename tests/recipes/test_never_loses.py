@@ -15,7 +15,7 @@ from recipes.never_loses import CONTROL, records_in
 
 def test_every_way_emits_the_same_tokens_and_a_run_goes_on_where_it_was_cut_off(tmp_path):
     asked = {"requests": "2", "lengths": "3", "temperatures": "0", "states": "empty", "max_new_tokens": 8, "rounds": 1}
-    entries = never_loses.run(tmp_path, **asked, threads=1)
+    entries = never_loses.main(tmp_path, **asked, threads=1)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == len(entries) == 1
     for row in rows:
@@ -26,7 +26,7 @@ def test_every_way_emits_the_same_tokens_and_a_run_goes_on_where_it_was_cut_off(
     assert {"table.md", "summary.json", "plot.svg", "circumstances.json"} <= {f.name for f in tmp_path.iterdir()}
     # Nothing is measured again.
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"loading": -1.0}) + "\n" for row in rows))
-    assert never_loses.run(tmp_path, **asked, threads=1) == entries
+    assert never_loses.main(tmp_path, **asked, threads=1) == entries
 
 
 def test_costs_are_kept_apart_and_everything_else_where_it_was(tmp_path: Path, monkeypatch):
@@ -69,4 +69,4 @@ def test_a_way_that_is_best_by_luck_in_some_turns_is_not_compared_there():
 @pytest.mark.parametrize(("options", "name"), [({"states": "warm"}, "--states"), ({"lengths": "x"}, "--lengths")])
 def test_wrong_options_are_told(options, name):
     with pytest.raises(InputError, match=name):
-        never_loses.run(None, **options)
+        never_loses.main(**options)

@@ -58,7 +58,7 @@ def test_a_quick_form_of_unknown_options_is_a_mistake():
         (["sharing", "--num-prompts", "2"], "num_prompts must be >= 16"),
         (["overhead", "--batch-sizes", "3,x"], "--batch-sizes must be whole numbers"),
         (["never_loses", "--temperatures", "warm"], "--temperatures must be numbers"),
-        (["memory", "--requests", "1"], "warmup must be <= the number of requests"),
+        (["costs", "--requests", "1"], "warmup must be <= the number of requests"),
         (["zoo", "--only", "nonesuch"], "unknown model type 'nonesuch'"),
         (["claims", "--measurements", "/no/such"], "no folder of /no/such has claims"),
     ],
