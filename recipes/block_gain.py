@@ -8,11 +8,10 @@ computed too.
 
 from collections.abc import Sequence
 
-from outrider.bench.evidence import IntervalEstimate
-from outrider.bench.plot import Curve, Panel
+from outrider.bench.plot import Panel
 from outrider.bench.report import Claim, Findings, Table
 from recipes import options
-from recipes.inquiry.figures import Figures
+from recipes.inquiry.figures import EFFICIENCY, HEAD, SPEED, Figures, curve
 from recipes.inquiry.judging import Inquiry
 from recipes.inquiry.papers import Paper, gain
 from recipes.inquiry.trial import Method, Setting
@@ -47,64 +46,46 @@ def findings(figures: Figures) -> Findings:
         token, block = (name(rule, n) for rule in RULES)
         reached = gain(figures.efficiency(block), figures.efficiency(token))
         timed = gain(figures.speed(block), figures.speed(token)) if figures.timed(block) else None
-        for rule in (token, block):
-            lines.append(
-                [
-                    rule,
-                    IntervalEstimate.of(figures.efficiency(rule)).text(),
-                    IntervalEstimate.of(figures.acceptance(rule)).text(),
-                    IntervalEstimate.of(figures.speed(rule)).text(".1f") if timed else "-",
-                    reached.text("+.1f") if rule == block else "",
-                    timed.text("+.1f") if timed and rule == block else "",
-                ]
+        lines += [
+            [*figures.cells(token), "", ""],
+            [*figures.cells(block), reached.text("+.1f"), timed.text("+.1f") if timed else ""],
+        ]
+        claims.append(
+            figures.claim(
+                PAPER,
+                f"Block verification emits more tokens per step than token verification, length {n}.",
+                reached,
+                published=PUBLISHED[n],
+                unit=EFFICIENCY,
+                least=0.0,
             )
-        claims += _claims(n, reached, timed, figures)
-    head = ("method", "block efficiency", "acceptance", "tokens/s", "gain in efficiency, %", "gain in tokens/s, %")
+        )
+        if n in PUBLISHED_TIME and timed:
+            claims.append(
+                figures.claim(
+                    PAPER,
+                    f"Block verification emits more tokens per second than token verification, length {n}.",
+                    timed,
+                    published=PUBLISHED_TIME[n],
+                    unit=SPEED,
+                    least=0.0,
+                    note="the paper's figure is the gain in its speedup over plain decoding",
+                )
+            )
     panel = Panel(
         title="Block efficiency at temperature 1",
         x="draft length (tokens)",
         y="tokens per step",
-        curves=[
-            Curve(label=rule, x=LENGTHS, y=[IntervalEstimate.of(figures.efficiency(name(rule, n))) for n in LENGTHS])
-            for rule in RULES
-        ],
+        curves=[curve(rule, LENGTHS, figures.efficiency, [name(rule, n) for n in LENGTHS]) for rule in RULES],
     )
-    return Findings(tables=[Table(head=head, lines=lines)], panels=[panel], claims=claims)
-
-
-def _claims(n: int, reached: IntervalEstimate, timed: IntervalEstimate | None, figures: Figures) -> Sequence[Claim]:
-    num_prompts, seconds = figures.sums.num_prompts, figures.cost()
-    made = [
-        PAPER.claim(
-            f"Block verification emits more tokens per step than token verification, length {n}.",
-            reached,
-            num_prompts=num_prompts,
-            seconds=seconds,
-            published=PUBLISHED[n],
-            unit="% of block efficiency",
-            least=0.0,
-        )
-    ]
-    if n in PUBLISHED_TIME and timed:
-        made.append(
-            PAPER.claim(
-                f"Block verification emits more tokens per second than token verification, length {n}.",
-                timed,
-                num_prompts=num_prompts,
-                seconds=seconds,
-                published=PUBLISHED_TIME[n],
-                unit="% of tokens per second",
-                least=0.0,
-                note="the paper's figure is the gain in its speedup over plain decoding",
-            )
-        )
-    return made
+    table = Table(head=(*HEAD, "gain in efficiency, %", "gain in tokens/s, %"), lines=lines)
+    return Findings(tables=[table], panels=[panel], claims=claims)
 
 
 INQUIRY = Inquiry(recipe="block_gain", methods=METHODS, findings=findings)
 
 
-@options.with_setting(num_prompts=40, seeds=8, max_new_tokens=96, dtype="float32")
+@options.with_fields(Setting, num_prompts=40, seeds=8, max_new_tokens=96, dtype="float32")
 def main(setting: Setting, timed: options.Timed = None, clock: options.Clock = False) -> None:
     """Measure what block verification gains over token verification."""
     INQUIRY.run(setting, timed=timed, clock=clock)

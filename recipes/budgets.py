@@ -17,13 +17,12 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from outrider.bench.evidence import IntervalEstimate
 from outrider.bench.folder import Folder, folder
-from outrider.bench.plot import Curve, Panel
+from outrider.bench.plot import Panel
 from outrider.bench.report import Claim, Findings, Table
 from outrider.core.types import InputError
 from recipes import options
-from recipes.inquiry.figures import Figures
+from recipes.inquiry.figures import EFFICIENCY, HEAD, Figures, curve
 from recipes.inquiry.judging import SLOTS, about, count_until_clear, nothing_whole
 from recipes.inquiry.papers import Paper, gain
 from recipes.inquiry.step_seconds import StepSeconds
@@ -180,31 +179,15 @@ def findings(
     figures: Figures, methods: Sequence[Method], budgets: Sequence[int], families: Sequence[Family]
 ) -> Findings:
     """Tables, panels and claims."""
-    timed = figures.timed(methods[0].name)
-    lines = [
-        [
-            m.labels["budget"],
-            m.labels["way"],
-            m.labels["shape"],
-            IntervalEstimate.of(figures.drafted(m.name)).text(".1f"),
-            IntervalEstimate.of(figures.efficiency(m.name)).text(),
-            IntervalEstimate.of(figures.acceptance(m.name)).text(),
-            IntervalEstimate.of(figures.speed(m.name)).text(".1f") if timed else "-",
-        ]
-        for m in sorted(methods, key=lambda m: m.labels["budget"])
-    ]
-    head = ("budget", "method", "shape", "nodes per step", "block efficiency", "acceptance", "tokens/s")
+    ordered = sorted(methods, key=lambda m: m.labels["budget"])
+    lines = [[m.labels["budget"], m.labels["way"], m.labels["shape"], *figures.cells(m.name)[1:]] for m in ordered]
+    head = ("budget", "method", "shape", "nodes per step", *HEAD[2:])
     panel = Panel(
         title=f"Block efficiency at temperature {methods[0].temperature:g}",
         x="budget (verified nodes per step, at most)",
         y="tokens per step",
         curves=[
-            Curve(
-                label=way,
-                x=budgets,
-                y=[IntervalEstimate.of(figures.efficiency(f"{way} @{b}")) for b in budgets],
-                dashed=f.chosen,
-            )
+            curve(way, budgets, figures.efficiency, [f"{way} @{b}" for b in budgets], dashed=f.chosen)
             for f in families
             for way in f.names.values()
         ],
@@ -237,14 +220,13 @@ def claims(figures: Figures, methods: Sequence[Method], budgets: Sequence[int]) 
         ahead = sum(bool(q[0] >= 1) for q in quotients)
         both = [name for pair in names for name in pair]
         made.append(
-            paper.claim(
+            figures.claim(
+                paper,
                 f"{better} emits more tokens per step than {worse} at equal budgets of nodes.",
                 gain(np.exp(np.mean(np.log(quotients), axis=0)), np.ones(len(quotients[0]))),
-                num_prompts=figures.sums.num_prompts,
-                seconds=figures.cost(*both),
                 rests_on=both,
                 published=published,
-                unit="% of block efficiency",
+                unit=EFFICIENCY,
                 least=0.0,
                 note=f"temperature {methods[0].temperature:g}; mean over budgets of {sizes} nodes; "
                 f"ahead at {ahead} of {len(budgets)}",
@@ -318,7 +300,7 @@ def run(
         return place.finish(replace(found, text=about(setting, times, figures.sums.num_prompts)))
 
 
-@options.with_setting(num_prompts=32, seeds=4, max_new_tokens=96, dtype="float32")
+@options.with_fields(Setting, num_prompts=32, seeds=4, max_new_tokens=96, dtype="float32")
 def main(
     setting: Setting,
     timed: options.Timed = None,

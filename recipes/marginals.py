@@ -8,12 +8,12 @@ like the chain, and off the likeliest chain its rows belong to another context. 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from outrider.bench.evidence import IntervalEstimate
-from outrider.bench.plot import Curve, Panel
+from outrider.bench.plot import Panel
 from outrider.bench.report import Claim, Findings, Table
 from recipes import options
-from recipes.inquiry.figures import Figure, Figures, Samples
+from recipes.inquiry.figures import EFFICIENCY, HEAD, SPEED, Figure, Figures, curve
 from recipes.inquiry.judging import Inquiry
 from recipes.inquiry.papers import Paper, gain
 from recipes.inquiry.trial import Method, Setting
@@ -58,69 +58,46 @@ def findings(figures: Figures) -> Findings:
     """Tables, panels and claims."""
     lines: list[Sequence[object]] = []
     claims = list[Claim]()
-    timed = figures.timed(name(CHAIN, 0.0))
     wanted: list[tuple[str, str, Figure]] = [("Block efficiency", "tokens per step", figures.efficiency)]
-    if timed:
+    if figures.timed(name(CHAIN, 0.0)):
         wanted.append(("Speed", "tokens per second", figures.speed))
+    panels = {title: Panel(title=title, x="verified nodes per step", y=y, curves=[]) for title, y, _ in wanted}
     for t in TEMPERATURES:
-        chain = name(CHAIN, t)
-        for budget in (CHAIN, *BUDGETS):
-            own = name(budget, t)
-            gains = ["" if budget == CHAIN else gain(of(own), of(chain)).text("+.1f") for _, _, of in wanted]
-            lines.append(
-                [
-                    own,
-                    IntervalEstimate.of(figures.drafted(own)).text(".1f"),
-                    IntervalEstimate.of(figures.efficiency(own)).text(),
-                    IntervalEstimate.of(figures.speed(own)).text(".1f") if timed else "-",
-                    *gains,
-                    *([] if timed else ["-"]),
-                ]
+        trees, chain = [name(budget, t) for budget in BUDGETS], name(CHAIN, t)
+        lines.append(figures.cells(chain))
+        lines += [
+            [*figures.cells(own), *(gain(of(own), of(chain)).text("+.1f") for _, _, of in wanted)] for own in trees
+        ]
+        for title, _, of in wanted:
+            pair, words, unit, best = (
+                (PUBLISHED[t], "step", EFFICIENCY, figures.best_efficiency(trees))
+                if title == "Block efficiency"
+                else (PUBLISHED_SPEEDUP[t], "second", SPEED, figures.best_speed(trees))
             )
-        claims += _claims(figures, t, timed)
-    panels = []
-    for title, y, of in wanted:
-        curves = []
-        for t in TEMPERATURES:
-            trees = [IntervalEstimate.of(of(name(b, t))) for b in BUDGETS]
-            curves.append(Curve(label=f"lattice, T={t:g}", x=BUDGETS, y=trees))
-            curves.append(
-                Curve(label=f"chain of {DEPTH}, T={t:g}", x=[DEPTH], y=[IntervalEstimate.of(of(name(CHAIN, t)))])
+            claims.append(
+                figures.claim(
+                    PAPER,
+                    f"A lattice emits more tokens per {words} than a chain, temperature {t:g}.",
+                    gain(best, of(chain)),
+                    rests_on=trees,
+                    published=round(100 * (pair[1] / pair[0] - 1), 1),
+                    unit=unit,
+                    least=0.0,
+                    note=NOTE,
+                )
             )
-        panels.append(Panel(title=title, x="verified nodes per step", y=y, curves=curves))
-    head = ("method", "nodes per step", "block efficiency", "tokens/s", "gain in efficiency, %", "gain in tokens/s, %")
-    return Findings(tables=[Table(head=head, lines=lines)], panels=panels, claims=claims)
-
-
-def _claims(figures: Figures, t: float, timed: bool) -> list[Claim]:
-    """The best budget against the chain."""
-    trees, chain = [name(b, t) for b in BUDGETS], name(CHAIN, t)
-
-    def claim(words: str, best: Samples, over: Samples, pair: tuple[float, float], unit: str) -> Claim:
-        return PAPER.claim(
-            f"A lattice emits more tokens per {words} than a chain, temperature {t:g}.",
-            gain(best, over),
-            num_prompts=figures.sums.num_prompts,
-            seconds=figures.cost(*trees),
-            rests_on=trees,
-            published=round(100 * (pair[1] / pair[0] - 1), 1),
-            unit=unit,
-            least=0.0,
-            note=NOTE,
-        )
-
-    best, over = figures.best_efficiency(trees), figures.efficiency(chain)
-    made = [claim("step", best, over, PUBLISHED[t], "% of block efficiency")]
-    if timed:
-        best, over = figures.best_speed(trees), figures.speed(chain)
-        made.append(claim("second", best, over, PUBLISHED_SPEEDUP[t], "% of tokens per second"))
-    return made
+            curves = [curve(f"lattice, T={t:g}", BUDGETS, of, trees), curve(f"chain, T={t:g}", [DEPTH], of, [chain])]
+            panels[title] = replace(panels[title], curves=[*panels[title].curves, *curves])
+    head = (*HEAD, *("gain in efficiency, %", "gain in tokens/s, %")[: len(wanted)])
+    width = len(head)
+    table = Table(head=head, lines=[[*line, *[""] * (width - len(line))] for line in lines])
+    return Findings(tables=[table], panels=list(panels.values()), claims=claims)
 
 
 INQUIRY = Inquiry(recipe="marginals", methods=METHODS, findings=findings)
 
 
-@options.with_setting(num_prompts=40, seeds=4, max_new_tokens=64, dtype="float32")
+@options.with_fields(Setting, num_prompts=40, seeds=4, max_new_tokens=64, dtype="float32")
 def main(setting: Setting, timed: options.Timed = None, clock: options.Clock = False) -> None:
     """Measure what a tree over per-position rows gains over the chain."""
     INQUIRY.run(setting, timed=timed, clock=clock)

@@ -11,7 +11,8 @@ over 16 possible first refused drafts, spread evenly over their law from a start
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from recipes.inquiry.judging import SLOTS, nothing_whole
 from recipes.inquiry.papers import Paper, gain
 from recipes.inquiry.texts import logits_along, rows_at
 from recipes.inquiry.trial import Bench, Setting, whole_jobs
+from recipes.label import Label
 from recipes.runs import Conditions, PromptBatch, on_engine
 
 PAPER = Paper(name="Hu et al. 2025, optimal multi-draft", url="https://arxiv.org/abs/2502.18779")
@@ -101,18 +103,6 @@ def key(rule: str, n: int) -> str:
     return f"{rule}, n={n}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Heat:
-    """A temperature at which the target speaks."""
-
-    temperature: float
-
-    @property
-    def name(self) -> str:
-        """Its name in rows."""
-        return f"T={self.temperature:g}"
-
-
 def figures(p: Rows, q: Rows) -> dict[str, float]:
     """Acceptance of every rule, summed over positions."""
     found = {key(rule, n): float(of(p, q, n).sum()) for rule, of in RULES.items() for n in DRAFTS}
@@ -125,26 +115,26 @@ def measure(bench: Bench, place: Folder, every: int) -> list[Row]:
     models = (bench.first.parts.target, drafter.lm)
     jobs = bench.batches(bench.questions(bench.setting.num_prompts))
 
-    def run(turn: Turn[Heat, PromptBatch]) -> Row:
+    def run(turn: Turn[Label, PromptBatch]) -> Row:
         heat, job, began = turn.way, turn.job, time.perf_counter()
-        conditions = Conditions(max_new_tokens=bench.setting.max_new_tokens, temperature=heat.temperature)
+        conditions = Conditions(max_new_tokens=bench.setting.max_new_tokens, temperature=heat.value)
         made = on_engine(bench.first, job, conditions)
         each = []
         for question, output in zip(job.questions, made.tokens, strict=True):
             along = (logits_along(model, question.tokens, output)[::every] for model in models)
-            p, q = (rows_at(logits, heat.temperature) for logits in along)
+            p, q = (rows_at(logits, heat.value) for logits in along)
             head = {"prompt": question.id, "category": question.category, "tokens": len(output)}
             each.append({**head, **figures(p, q)})
         seconds = time.perf_counter() - began
         return {
             "method": heat.name,
-            "temperature": heat.temperature,
+            "temperature": heat.value,
             "seed": job.seed,
             "seconds": seconds,
             "each": each,
         }
 
-    heats = [Heat(temperature=t) for t in TEMPERATURES]
+    heats = Label.each(TEMPERATURES, "T={:g}")
     rows = whole_jobs(place.take("outputs", turns(heats, jobs), run, as_is=bench.setting.as_is), len(heats))
     if not rows:
         raise nothing_whole(place)
@@ -183,12 +173,11 @@ def claims(sums: Sums, seconds: float) -> list[Claim]:
         return found
 
     where = f"{n} drafts, mean of temperatures {' and '.join(map(str, NEAR_PAPER))}; the paper's is 0.7"
+    claim = partial(PAPER.claim, num_prompts=sums.num_prompts, seconds=seconds)
     made = [
-        PAPER.claim(
+        claim(
             f"{rule[0].upper()}{rule[1:]} comes within {FEW:g} % of the {best}.",
             IntervalEstimate.of(100 * (1 - near(rule) / near(best))),
-            num_prompts=sums.num_prompts,
-            seconds=seconds,
             published="a few",
             unit="% below the optimum",
             most=FEW,
@@ -198,11 +187,9 @@ def claims(sums: Sums, seconds: float) -> list[Claim]:
         if rule != "top plus one"
     ]
     made.append(
-        PAPER.claim(
+        claim(
             "Drafts without replacement have a higher optimum than independent ones.",
             gain(near("optimum without replacement"), near("optimum with replacement")),
-            num_prompts=sums.num_prompts,
-            seconds=seconds,
             published="better",
             unit="% of acceptance",
             least=0.0,
@@ -217,11 +204,9 @@ def claims(sums: Sums, seconds: float) -> list[Claim]:
     }
     sign, t = max(turns, key=lambda turn: turns[turn][0])
     made.append(
-        PAPER.claim(
+        claim(
             "Acceptance turns as the temperature rises.",
             IntervalEstimate.of(turns[sign, t]),
-            num_prompts=sums.num_prompts,
-            seconds=seconds,
             published="a turn near 0.9",
             unit="percentage points beyond both ends",
             least=0.0,
@@ -232,18 +217,13 @@ def claims(sums: Sums, seconds: float) -> list[Claim]:
     return made
 
 
-def run(setting: Setting, every: int = 2) -> list[dict[str, Any]]:
-    """Measure and write; returns the claims."""
+@options.with_fields(Setting, num_prompts=40, max_new_tokens=64, dtype="float32")
+def main(
+    setting: Setting, every: Annotated[int, typer.Option(min=1, help="Take every such token's rows.")] = 2
+) -> list[dict[str, Any]]:
+    """Compare rules for several drafts with the best rule there can be."""
     with folder(setting.out, "optimal_rate", {**vars(setting), "every": every}) as place:
         rows = measure(Bench(setting, max_slots=SLOTS), place, every)
         sums = Sums(rows)
         found = findings(sums, sum(row["seconds"] for row in place.rows))
         return place.finish(replace(found, text=replace(setting, num_prompts=sums.num_prompts).about))
-
-
-@options.with_setting(num_prompts=40, max_new_tokens=64, dtype="float32")
-def main(
-    setting: Setting, every: Annotated[int, typer.Option(min=1, help="Take every such token's rows.")] = 2
-) -> None:
-    """Compare rules for several drafts with the best rule there can be."""
-    run(setting, every)

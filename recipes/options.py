@@ -10,7 +10,6 @@ from typing import Annotated, Any, get_origin
 import typer
 
 from outrider.core.types import InputError
-from recipes.inquiry.trial import Setting
 
 Target = Annotated[str | None, typer.Option(help="Directory or hub id of the target; by default the embedded one.")]
 Draft = Annotated[Path, typer.Option(help="Directory of the draft model.")]
@@ -47,28 +46,13 @@ TextSteps = Annotated[int, typer.Option(min=1, help="Steps on text, before, of t
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows of a step.")]
 LearningRate = Annotated[float, typer.Option(help="Highest learning rate.")]
 
-OF_SETTING: dict[str, Any] = {
-    "out": Out,
-    "target": Target,
-    "draft": Draft,
-    "prompts": Prompts,
-    "num_prompts": NumPrompts,
-    "seeds": Seeds,
-    "max_new_tokens": MaxNewTokens,
-    "threads": Threads,
-    "dtype": Dtype,
-    "as_is": AsIs,
-}
-"""The option of each field of a `Setting`."""
-
 
 def with_fields(
     kind: type[Any], *, without: Collection[str] = (), **defaults: object
 ) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a recipe's function, whose first parameter is a dataclass: the dataclass's fields become options.
 
-    A field whose type is annotated with an option is that option; those of a `Setting` are in `OF_SETTING`. The
-    function's other parameters stay options.
+    A field whose type is annotated with an option is that option. The function's other parameters stay options.
 
     Args:
         kind: The dataclass.
@@ -76,6 +60,10 @@ def with_fields(
         defaults: Defaults of fields, where they differ from the dataclass's.
 
     Example:
+        >>> @dataclasses.dataclass
+        ... class Setting:
+        ...     num_prompts: NumPrompts = 8
+        ...     seeds: Seeds = 1
         >>> @with_fields(Setting, num_prompts=40)
         ... def main(setting: Setting, clock: Clock = False) -> None:
         ...     print(setting.num_prompts, setting.seeds, clock)
@@ -84,8 +72,7 @@ def with_fields(
         >>> main(seeds=3, clock=True)
         40 3 True
     """
-    annotated = {f.name: f.type for f in dataclasses.fields(kind) if get_origin(f.type) is Annotated}
-    known = OF_SETTING if kind is Setting else annotated
+    known = {f.name: f.type for f in dataclasses.fields(kind) if get_origin(f.type) is Annotated}
     if unknown := {*without, *defaults} - set(known):
         raise TypeError(f"{', '.join(sorted(unknown))} are no fields of a {kind.__name__.lower()}")
     usual = inspect.signature(kind).parameters
@@ -114,10 +101,6 @@ def with_fields(
         return run
 
     return decorate
-
-
-with_setting = functools.partial(with_fields, Setting)
-"""The same for a recipe on a pair of models."""
 
 
 def whole_numbers(option: str, text: str) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ PEARL does not change, is left out. So is the first step, which may contain pref
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -20,9 +21,10 @@ from jaxtyping import Float
 
 from outrider.bench.evidence import IntervalEstimate, Sums
 from outrider.bench.folder import folder
-from outrider.bench.plot import Curve, Panel
+from outrider.bench.plot import Panel
 from outrider.bench.report import Claim, Findings, Table
 from recipes import options
+from recipes.inquiry.figures import SPEED, curve
 from recipes.inquiry.papers import Paper, gain
 from recipes.inquiry.trial import Bench, Method, Setting
 
@@ -99,12 +101,11 @@ def findings(sums: Sums, lengths: Sequence[int] = LENGTHS) -> Findings:
                 x="tokens drafted per step",
                 y="tokens per second of steps",
                 curves=[
-                    Curve(
-                        label=way,
-                        x=lengths,
-                        y=[
-                            IntervalEstimate.of(speed(sums, name(way, None if way in PLAIN else n, t))) for n in lengths
-                        ],
+                    curve(
+                        way,
+                        lengths,
+                        partial(speed, sums),
+                        [name(way, None if way in PLAIN else n, t) for n in lengths],
                         dashed=way in PLAIN,
                     )
                     for way in WAYS
@@ -134,57 +135,40 @@ def _claims(sums: Sums, lengths: Sequence[int], t: float) -> list[Claim]:
     def of(*ways: str) -> Float[np.ndarray, " samples"]:
         return best(sums, ways, lengths, t)
 
-    unit, seconds = "% of tokens per second", float(sum(sums.get(method, "seconds")[0] for method in sums.methods))
+    seconds = float(sum(sums.get(method, "seconds")[0] for method in sums.methods))
+    claim = partial(PAPER.claim, num_prompts=sums.num_prompts, seconds=seconds, unit=SPEED, least=0.0)
     chosen = "for each the length that is best on the other half of the prompts"
     two = f"simulated clock of two devices of one thread each; {chosen}"
     return [
-        PAPER.claim(
+        claim(
             f"PEARL is faster than drafting in turn, two devices, temperature {t:g}.",
             gain(of("pearl, simulated"), of("step")),
-            num_prompts=sums.num_prompts,
-            seconds=seconds,
             published="up to 50" if t == 0 else None,
-            unit=unit,
-            least=0.0,
             note=two,
         ),
-        PAPER.claim(
+        claim(
             f"PEARL is faster than plain decoding, two devices, temperature {t:g}.",
             gain(of("pearl, simulated"), of("plain")),
-            num_prompts=sums.num_prompts,
-            seconds=seconds,
             published="up to 343" if t == 0 else None,
-            unit=unit,
-            least=0.0,
             note=two,
         ),
-        PAPER.claim(
+        claim(
             f"PEARL is faster than drafting in turn, two threads, temperature {t:g}.",
             gain(of("pearl, a thread each"), of("step", "step, two threads")),
-            num_prompts=sums.num_prompts,
-            seconds=seconds,
             published=None,
-            unit=unit,
-            least=0.0,
             note=f"two threads for either; {chosen}",
         ),
     ]
 
 
-def run(setting: Setting, lengths: Sequence[int] = LENGTHS) -> list[dict[str, Any]]:
-    """Measure and write; returns the claims."""
-    with folder(setting.out, "pearl", {**vars(setting), "lengths": list(lengths)}) as place:
-        bench = Bench(setting)
-        jobs = bench.jobs(bench.questions(setting.num_prompts))
-        rows = bench.measure(place, "measured", methods(lengths), jobs)
-        found = findings(Sums(rows), lengths)
-        return place.finish(replace(found, text=setting.about))
-
-
-@options.with_setting(without=("threads", "dtype", "as_is"), num_prompts=16)
+@options.with_fields(Setting, without=("threads", "dtype", "as_is"), num_prompts=16)
 def main(
     setting: Setting,
     lengths: Annotated[str, typer.Option(help="Draft lengths, with commas.")] = ",".join(map(str, LENGTHS)),
-) -> None:
+) -> list[dict[str, Any]]:
     """Measure drafting and verifying at once against in turn."""
-    run(setting, options.whole_numbers("--lengths", lengths))
+    chosen = options.whole_numbers("--lengths", lengths)
+    with folder(setting.out, "pearl", {**vars(setting), "lengths": list(chosen)}) as place:
+        bench = Bench(setting)
+        rows = bench.measure(place, "measured", methods(chosen), bench.jobs(bench.questions(setting.num_prompts)))
+        return place.finish(replace(findings(Sums(rows), chosen), text=setting.about))

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from outrider.bench.evidence import IntervalEstimate, Row
+from outrider.bench.evidence import Row
 from outrider.bench.folder import folder
-from outrider.bench.plot import Curve, Panel
+from outrider.bench.plot import Panel
 from outrider.bench.report import Claim, Findings, Table
 from outrider.core.types import InputError
 from recipes import options
-from recipes.inquiry.figures import Figures
+from recipes.inquiry.figures import HEAD, SPEED, Figures, curve
 from recipes.inquiry.judging import about, count_until_clear, nothing_whole, seconds_table
 from recipes.inquiry.papers import Paper, gain
 from recipes.inquiry.step_seconds import StepSeconds
@@ -72,42 +72,21 @@ def findings(tables: Mapping[int, Figures], policies: Sequence[str], lengths: Se
     lines: list[Sequence[object]] = []
     panels, claims = [], list[Claim]()
     for size, figures in tables.items():
-        timed = figures.timed(name(policies[0], lengths[0]))
         for own, k in ((name(policy, k), k) for policy in policies for k in lengths):
-            lines.append(
-                [
-                    size,
-                    own,
-                    *(
-                        IntervalEstimate.of(of(own)).text()
-                        for of in (figures.drafted, figures.acceptance, figures.efficiency)
-                    ),
-                    IntervalEstimate.of(figures.speed(own)).text(".1f") if timed else "-",
-                    gain(figures.speed(own), figures.speed(name("fixed", k))).text("+.1f") if timed else "-",
-                ]
-            )
+            timed = figures.timed(own)
+            over = gain(figures.speed(own), figures.speed(name("fixed", k))).text("+.1f") if timed else "-"
+            lines.append([size, *figures.cells(own), over])
         panels.append(
             Panel(
                 title=f"Worth, batches of {size}",
                 x="verified draft tokens per request and step (k)",
                 y="accepted per verified token",
-                curves=[
-                    Curve(label=p, x=lengths, y=[IntervalEstimate.of(figures.acceptance(name(p, k))) for k in lengths])
-                    for p in policies
-                ],
+                curves=[curve(p, lengths, figures.acceptance, [name(p, k) for k in lengths]) for p in policies],
             )
         )
         claims += claims_of(size, figures, policies, lengths)
-    head = (
-        "batch",
-        "method",
-        "verified per step",
-        "accepted per verified",
-        "block efficiency",
-        "tokens/s of a request",
-        "tokens/s over fixed at this k, %",
-    )
-    return Findings(tables=[Table(head=head, lines=lines)], panels=panels, claims=claims)
+    table = Table(head=("batch", *HEAD, "tokens/s over fixed at this k, %"), lines=lines)
+    return Findings(tables=[table], panels=panels, claims=claims)
 
 
 def claims_of(size: int, figures: Figures, policies: Sequence[str], lengths: Sequence[int]) -> list[Claim]:
@@ -116,13 +95,11 @@ def claims_of(size: int, figures: Figures, policies: Sequence[str], lengths: Seq
         return []
     ours, even = ([name(policy, k) for k in lengths] for policy in ("tetris", "fixed"))
     worths = [np.mean([figures.acceptance(m) for m in names], axis=0) for names in (ours, even)]
-    num_prompts, seconds = figures.sums.num_prompts, figures.cost(*ours)
     made = [
-        PAPER.claim(
+        figures.claim(
+            PAPER,
             f"TETRIS accepts more of what it verifies than an even length, batches of {size}.",
             gain(worths[0], worths[1]),
-            num_prompts=num_prompts,
-            seconds=seconds,
             rests_on=ours,
             published=None,
             unit="% of accepted per verified token",
@@ -133,14 +110,13 @@ def claims_of(size: int, figures: Figures, policies: Sequence[str], lengths: Seq
     if figures.timed(ours[0]):
         spread = [gain(figures.speed(a), figures.speed(b)).value for a, b in zip(ours, even, strict=True)]
         made.append(
-            PAPER.claim(
+            figures.claim(
+                PAPER,
                 f"TETRIS is faster than the best even length, batches of {size}.",
                 gain(figures.best_speed(ours), figures.best_speed(even)),
-                num_prompts=num_prompts,
-                seconds=seconds,
                 rests_on=ours,
                 published="up to 5.25",
-                unit="% of tokens per second",
+                unit=SPEED,
                 least=0.0,
                 note="for each the k that is best on the other half of the prompts; "
                 f"at equal k from {min(spread):+.1f} % to {max(spread):+.1f} %",
@@ -187,7 +163,7 @@ def run(
         return place.finish(replace(findings(found, policies, lengths), text=text))
 
 
-@options.with_setting(num_prompts=32, seeds=8, max_new_tokens=64, dtype="float32")
+@options.with_fields(Setting, num_prompts=32, seeds=8, max_new_tokens=64, dtype="float32")
 def main(setting: Setting, timed: options.Timed = None, clock: options.Clock = False) -> None:
     """Measure sharing a batch's budget by estimated acceptance against sharing it evenly."""
     run(setting, timed=timed, clock=clock)

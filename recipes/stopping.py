@@ -8,11 +8,10 @@ static length for one half of the prompts is chosen on the other half.
 
 from collections.abc import Sequence
 
-from outrider.bench.evidence import IntervalEstimate
-from outrider.bench.plot import Curve, Panel
+from outrider.bench.plot import Panel
 from outrider.bench.report import Claim, Findings, Table
 from recipes import options
-from recipes.inquiry.figures import Figure, Figures
+from recipes.inquiry.figures import HEAD, SPEED, Figure, Figures, curve
 from recipes.inquiry.judging import Inquiry
 from recipes.inquiry.papers import Paper, gain
 from recipes.inquiry.trial import Method, Setting
@@ -27,18 +26,12 @@ STOPPERS = {
 }
 PUBLISHED = {"adaedl": (ADAEDL, "10 to 57"), "svip": (SVIP, None)}
 TEMPERATURES = (0.0, 1.0)
-UNIT = "% of tokens per second"
 QUICK = {"num_prompts": 4, "seeds": 1, "max_new_tokens": 24}
 
 
 def name(length: int | str, temperature: float) -> str:
     """A method's name."""
     return f"{length if isinstance(length, str) else f'fixed {length}'} T={temperature:g}"
-
-
-def ways(lengths: Sequence[int], stoppers: Sequence[str]) -> list[int | str]:
-    """Static lengths, then rules."""
-    return [*lengths, *stoppers]
 
 
 def methods(lengths: Sequence[int] = LENGTHS, stoppers: Sequence[str] = tuple(STOPPERS)) -> list[Method]:
@@ -51,7 +44,7 @@ def methods(lengths: Sequence[int] = LENGTHS, stoppers: Sequence[str] = tuple(ST
             deepest=LONGEST,
         )
         for t in TEMPERATURES
-        for length in ways(lengths, stoppers)
+        for length in (*lengths, *stoppers)
     ]
 
 
@@ -59,51 +52,25 @@ def findings(figures: Figures, lengths: Sequence[int] = LENGTHS, stoppers: Seque
     """Tables, panels and claims."""
     lines: list[Sequence[object]] = []
     panels, claims = [], list[Claim]()
-    timed = figures.timed(name(lengths[0], TEMPERATURES[0]))
-    for t in TEMPERATURES:
-        best = figures.best_speed([name(n, t) for n in lengths]) if timed else None
-        for length in ways(lengths, stoppers):
-            own = name(length, t)
-            lines.append(
-                [
-                    own,
-                    *(
-                        IntervalEstimate.of(of(own)).text()
-                        for of in (figures.drafted, figures.efficiency, figures.acceptance)
-                    ),
-                    IntervalEstimate.of(figures.speed(own)).text(".1f") if timed else "-",
-                    "-" if best is None else gain(figures.speed(own), best).text("+.1f"),
-                ]
-            )
-        panels += _panels(figures, t, lengths, stoppers, timed)
-        claims += _claims(figures, t, lengths, stoppers) if timed else []
-    head = (
-        "method",
-        "drafted per step",
-        "block efficiency",
-        "acceptance",
-        "tokens/s",
-        "tokens/s over the best static length, %",
-    )
-    return Findings(tables=[Table(head=head, lines=lines)], panels=panels, claims=claims)
-
-
-def _panels(figures: Figures, t: float, lengths: Sequence[int], stoppers: Sequence[str], timed: bool) -> list[Panel]:
     wanted: list[tuple[str, str, Figure]] = [("Block efficiency", "tokens per step", figures.efficiency)]
-    if timed:
+    if timed := figures.timed(name(lengths[0], TEMPERATURES[0])):
         wanted.append(("Speed", "tokens per second", figures.speed))
-    panels = []
-    for title, y, of in wanted:
-        curves = [Curve(label="static", x=lengths, y=[IntervalEstimate.of(of(name(n, t))) for n in lengths])]
-        for stopper in stoppers:
-            own = name(stopper, t)
-            curves.append(Curve(label=stopper, x=[float(figures.drafted(own)[0])], y=[IntervalEstimate.of(of(own))]))
-        panels.append(Panel(title=f"{title} at temperature {t:g}", x="drafted tokens per step", y=y, curves=curves))
-    return panels
+    for t in TEMPERATURES:
+        static, rules = ([name(way, t) for way in ways] for ways in (lengths, stoppers))
+        best = figures.best_speed(static) if timed else None
+        for own in (*static, *rules):
+            over = "-" if best is None else gain(figures.speed(own), best).text("+.1f")
+            lines.append([*figures.cells(own), over])
+        for title, y, of in wanted:
+            curves = [curve("static", lengths, of, static)]
+            curves += [curve(own, [float(figures.drafted(own)[0])], of, [own]) for own in rules]
+            panels.append(Panel(title=f"{title} at temperature {t:g}", x="drafted tokens per step", y=y, curves=curves))
+        claims += _claims(figures, t, static, stoppers) if timed else []
+    table = Table(head=(*HEAD, "tokens/s over the best static length, %"), lines=lines)
+    return Findings(tables=[table], panels=panels, claims=claims)
 
 
-def _claims(figures: Figures, t: float, lengths: Sequence[int], stoppers: Sequence[str]) -> list[Claim]:
-    static = [name(n, t) for n in lengths]
+def _claims(figures: Figures, t: float, static: Sequence[str], stoppers: Sequence[str]) -> list[Claim]:
     speeds = [figures.speed(method) for method in static]
     best, mean = figures.best_speed(static), sum(speeds[1:], speeds[0]) / len(speeds)
     made = []
@@ -117,32 +84,22 @@ def _claims(figures: Figures, t: float, lengths: Sequence[int], stoppers: Sequen
             ("the best static length", best, chosen),
         ):
             made.append(
-                paper.claim(
+                figures.claim(
+                    paper,
                     f"{stopper} is faster than {words}, temperature {t:g}.",
                     gain(figures.speed(own), others),
-                    num_prompts=figures.sums.num_prompts,
-                    seconds=figures.cost(own),
                     rests_on=[own],
                     published=published,
-                    unit=UNIT,
+                    unit=SPEED,
                     least=0.0,
                     note=note,
                 )
             )
     if {"adaedl", "svip"} <= set(stoppers):
         both = [name(stopper, t) for stopper in ("adaedl", "svip")]
-        made.append(
-            ADAEDL.claim(
-                f"adaedl is faster than svip, temperature {t:g}.",
-                gain(figures.speed(both[0]), figures.speed(both[1])),
-                num_prompts=figures.sums.num_prompts,
-                seconds=figures.cost(*both),
-                rests_on=both,
-                published="up to 10",
-                unit=UNIT,
-                least=0.0,
-            )
-        )
+        sentence = f"adaedl is faster than svip, temperature {t:g}."
+        faster = gain(figures.speed(both[0]), figures.speed(both[1]))
+        made.append(figures.claim(ADAEDL, sentence, faster, rests_on=both, published="up to 10", unit=SPEED, least=0.0))
     return made
 
 
@@ -156,7 +113,7 @@ def inquiry(lengths: Sequence[int] = LENGTHS, stoppers: Sequence[str] = tuple(ST
     )
 
 
-@options.with_setting(num_prompts=40, seeds=4, max_new_tokens=96, dtype="float32")
+@options.with_fields(Setting, num_prompts=40, seeds=4, max_new_tokens=96, dtype="float32")
 def main(setting: Setting, timed: options.Timed = None, clock: options.Clock = False) -> None:
     """Measure stopping rules against every static length."""
     inquiry().run(setting, timed=timed, clock=clock)

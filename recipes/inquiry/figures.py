@@ -2,17 +2,29 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from outrider.bench.evidence import Row, Sums
+from outrider.bench.evidence import IntervalEstimate, Row, Sums
+from outrider.bench.plot import Curve
+from outrider.bench.report import Claim
+from recipes.inquiry.papers import Paper
 from recipes.inquiry.step_seconds import StepSeconds
 from recipes.inquiry.trial import Method
 
 Samples = Float[np.ndarray, " samples"]
 Figure = Callable[[str], Samples]
 """A figure of a method, by its name."""
+HEAD = ("method", "drafted per step", "block efficiency", "acceptance", "tokens/s")
+EFFICIENCY, SPEED = "% of block efficiency", "% of tokens per second"
+"""Units of gains."""
+
+
+def curve(label: str, x: Sequence[float], figure: Figure, methods: Sequence[str], *, dashed: bool = False) -> Curve:
+    """A figure of some methods over a number."""
+    return Curve(label=label, x=x, y=[IntervalEstimate.of(figure(method)) for method in methods], dashed=dashed)
 
 
 class Figures:
@@ -72,6 +84,26 @@ class Figures:
     def acceptance(self, method: str) -> Samples:
         """Accepted per draft token; without ends, each step emits one token more than it accepts."""
         return (self.efficiency(method) - 1) / self.drafted(method)
+
+    def cells(self, method: str) -> list[str]:
+        """A method's line in a table whose head is `HEAD`."""
+        rates = (self.drafted, self.efficiency, self.acceptance)
+        speed = IntervalEstimate.of(self.speed(method)).text(".1f") if self.timed(method) else "-"
+        return [method, *(IntervalEstimate.of(of(method)).text() for of in rates), speed]
+
+    def claim(
+        self, paper: Paper, sentence: str, ours: IntervalEstimate, *, rests_on: Sequence[str] = (), **judged: Any
+    ) -> Claim:
+        """What `Paper.claim` says of a sentence, by these rows.
+
+        Args:
+            rests_on: Names of the methods that are compared.
+            judged: Its further arguments.
+        """
+        seconds = self.cost(*rests_on)
+        return paper.claim(
+            sentence, ours, num_prompts=self.sums.num_prompts, seconds=seconds, rests_on=rests_on, **judged
+        )
 
     def timed(self, method: str) -> bool:
         """Whether there are times of a method."""

@@ -6,13 +6,14 @@ A recipe names its ways to decode as data (`Method`). `outrider.bench.evidence` 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from outrider import catalog
 from outrider.assembly import assemble
 from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder
+from outrider.bench.side_by_side.configuration import Configuration
+from outrider.bench.side_by_side.session import engine_of
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workloads.workload import PROMPTS
 from outrider.core.progress import task
@@ -22,12 +23,12 @@ from outrider.embedded import EMBEDDED_DRAFT
 from outrider.engine.engine import Engine
 from outrider.host.threads import use_threads
 from outrider.lengths.fixed import FixedLength
-from outrider.load import load
 from outrider.plan.tree_coverage import Branches, DraftedTree, SharedPaths
 from outrider.setup import Setup
 from outrider.theory.coverage import Rule
 from outrider.trees.gumbel import GumbelTree
 from outrider.trees.iid import IidTree
+from recipes import options
 from recipes.inquiry.counts import FixedChain, listen, rows_of, rows_told
 from recipes.inquiry.texts import RecordedText
 from recipes.questions import Question, questions
@@ -47,16 +48,16 @@ class Setting:
         as_is: Count no further steps; judge by the prompts that all methods have done in the folder `out`.
     """
 
-    out: Path | None = None
-    target: str | None = None
-    draft: Path = EMBEDDED_DRAFT
-    prompts: Path = PROMPTS
-    num_prompts: int = 20
-    seeds: int = 1
-    max_new_tokens: int = 64
-    threads: int = 2
-    dtype: str = "auto"
-    as_is: bool = False
+    out: options.Out = None
+    target: options.Target = None
+    draft: options.Draft = EMBEDDED_DRAFT
+    prompts: options.Prompts = PROMPTS
+    num_prompts: options.NumPrompts = 20
+    seeds: options.Seeds = 1
+    max_new_tokens: options.MaxNewTokens = 64
+    threads: options.Threads = 2
+    dtype: options.Dtype = "auto"
+    as_is: options.AsIs = False
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "seeds", "max_new_tokens", "threads"):
@@ -151,7 +152,8 @@ class Bench:
         use_threads(setting.threads)
         self.setting, self.max_slots, self.ignore_eos = setting, max_slots, ignore_eos
         drafter = ModelPath(path=str(setting.draft))
-        self.first = load(setting.target, drafter=drafter, max_slots=max_slots, dtype=setting.dtype)
+        self._setup = Setup(setting.target, drafter=drafter, max_slots=max_slots, dtype=setting.dtype)
+        self.first = assemble(self._setup)
         self._engines: dict[tuple[str, ...], Engine] = {}
         self._heard: tuple[tuple[str, float], list[RecordedText]] | None = None
 
@@ -161,27 +163,8 @@ class Bench:
             return self.first.plain()
         key = tuple(method.parts.values())
         if key not in self._engines:
-            parts = self.first.parts
-            target: Any = parts.target
-            setup = Setup(
-                target=target.model,
-                tree=method.tree,
-                verifier=method.verifier,
-                length=method.length,
-                decoding=method.decoding,
-                tokenizer=self.first.tokenizer,
-                max_slots=self.max_slots,
-                ignore_generation_config=True,
-            )
-            loaded = assemble(setup, target=parts.target, drafter=parts.drafter)
-            self._engines[key] = Engine(
-                loaded.parts,
-                tokenizer=self.first.tokenizer,
-                eos_ids=self.first.eos_ids,
-                stop=self.first.stop,
-                rules=self.first.rules,
-                sampling=self.first.sampling,
-                max_slots=self.max_slots,
+            self._engines[key] = engine_of(
+                self._setup, Configuration(name=method.name, options=method.parts), self.first
             )
         return self._engines[key]
 

@@ -215,7 +215,7 @@ def test_marginals_writes_its_folder(tmp_path):
 
 
 def test_pearl_measures_both_clocks_and_says_whether_overlapping_pays(tmp_path):
-    found = pearl.run(Setting(out=tmp_path, num_prompts=1, max_new_tokens=8, **SMALL), lengths=(2,))
+    found = pearl.main(out=tmp_path, num_prompts=1, max_new_tokens=8, lengths="2")
     assert {path.name for path in tmp_path.iterdir()} == FILES
     assert len(found) == 6
     rows = {row["method"]: row for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())}
@@ -262,7 +262,7 @@ def test_three_drafts_without_replacement_are_exact_in_the_mean_over_where_the_p
 
 
 def test_optimal_rate_writes_its_folder_and_no_rule_beats_its_optimum(tmp_path):
-    optimal_rate.run(Setting(out=tmp_path, num_prompts=1, max_new_tokens=3, **SMALL), every=2)
+    optimal_rate.main(out=tmp_path, num_prompts=1, max_new_tokens=3, every=2, **SMALL)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == len(optimal_rate.TEMPERATURES)
     for row in [each for made in rows for each in made["each"]]:

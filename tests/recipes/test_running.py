@@ -72,21 +72,19 @@ def test_wrong_input_gets_one_sentence(arguments, sentence, capsys):
 
 
 def test_every_field_of_a_setting_is_an_option():
-    fields = dataclasses.fields(Setting)
-    assert list(options.OF_SETTING) == [field.name for field in fields]
-    made = inspect.signature(options.with_setting()(lambda setting: None)).parameters
-    assert {name: option.default for name, option in made.items()} == {field.name: field.default for field in fields}
+    made = inspect.signature(options.with_fields(Setting)(lambda setting: None)).parameters
+    assert {n: option.default for n, option in made.items()} == {f.name: f.default for f in dataclasses.fields(Setting)}
 
 
 def test_what_is_no_field_of_a_setting_is_a_mistake():
     with pytest.raises(TypeError, match="nonsense, rounds are no fields of a setting"):
-        options.with_setting(without=["nonsense"], rounds=3)
+        options.with_fields(Setting, without=["nonsense"], rounds=3)
 
 
 def test_a_setting_holds_what_was_typed_and_the_recipe_gets_its_other_options():
     seen = []
 
-    @options.with_setting(without=["dtype"], seeds=4)
+    @options.with_fields(Setting, without=["dtype"], seeds=4)
     def recipe(setting, clock: options.Clock = False):
         seen.append((setting, clock))
 
