@@ -9,7 +9,7 @@ import pytest
 
 from outrider.cli.opened import _one_line
 from outrider.core.types import Step, Timing
-from outrider.engine.crowd import LATEST, MIN_STEPS, SLOWER, Crowd, CrowdedWarning, Pace
+from outrider.engine.crowd import Crowd, CrowdedWarning
 from outrider.host.cores import CoreUsage, affinity
 from tests.cli.runs import ROOT
 from tests.world.models import engine
@@ -17,8 +17,8 @@ from tests.world.models import engine
 CORES = len(affinity())
 THREADS = CORES + 1
 """More threads than there are cores, so that also a single core can be crowded."""
-Done = tuple[int, int, float]
-"""Requests, nodes and seconds of a step."""
+STEPS = [0.01] * 60
+"""Seconds of steps."""
 
 
 def usages(own: float, others: float, seconds: float = 1.0) -> Iterable[CoreUsage]:
@@ -28,91 +28,41 @@ def usages(own: float, others: float, seconds: float = 1.0) -> Iterable[CoreUsag
         yield CoreUsage(seconds=now, of_process=own * now, busy=(own + others) * now)
 
 
-def said(steps: Sequence[Done], look: Iterable[CoreUsage], threads: int = THREADS) -> list[str]:
+def said(steps: Sequence[float], look: Iterable[CoreUsage], threads: int = THREADS) -> list[str]:
     """All sentences about a series of steps."""
     moments = iter(look)
     crowd = Crowd(lambda: next(moments))
-    notes = [crowd.note(requests=r, nodes=n, seconds=s, threads=threads) for r, n, s in steps]
+    notes = [crowd.note(seconds, threads) for seconds in steps]
     return [note for note in notes if note is not None]
 
 
-def switching(quiet: int, others: float) -> Iterable[CoreUsage]:
-    """Quiet cores at the first `quiet` looks, then cores that others use."""
-    calm, loud = usages(own=0.2, others=0.0), usages(own=0.2, others=others)
-    yield from itertools.islice(calm, quiet)
-    yield from itertools.islice(loud, quiet, None)
+def test_taken_cores_that_leave_some_idle_are_not_said():
+    assert said(STEPS, usages(own=0.0, others=CORES - 0.5)) == []
 
 
-QUICK = [(1, 5, 0.01)] * 60
-SLOW = [(1, 5, 0.2)] * 20
-
-
-def test_steps_of_unlike_size_are_not_compared():
-    pace = Pace()
-    for _ in range(20):
-        pace.note(1, 5, 0.01)
-    assert {pace.note(1, 500, 1.0) for _ in range(20)} == {1.0}
-    assert {pace.note(8, 40, 1.0) for _ in range(20)} == {1.0}
-
-
-def test_the_pace_is_that_of_the_latest_steps_over_like_ones():
-    pace = Pace()
-    for _ in range(MIN_STEPS):
-        assert pace.note(1, 5, 0.01) == 1.0
-        pace.note(2, 10, 0.1)
-    for _ in range(LATEST):
-        pace.note(1, 6, 0.01)
-    paces = [pace.note(*each) for each in [(1, 7, 0.2), (2, 10, 2.0)] * (LATEST // 2)]
-    assert paces[:3] == pytest.approx([1.0] * 3)
-    assert paces[-3:] == pytest.approx([20.0] * 3)
-
-
-def test_a_single_long_step_is_no_slower_pace():
-    pace = Pace()
-    seconds = [0.01] * 30 + [60.0] + [0.01] * 30
-    assert max(pace.note(1, 5, each) for each in seconds) < SLOWER
-
-
-def test_a_slower_pace_that_stays_becomes_the_usual_one():
-    pace = Pace()
-    for seconds in [0.01] * 200 + [0.2] * 200:
-        latest = pace.note(1, 5, seconds)
-    assert latest == pytest.approx(1.0)
-
-
-def test_slow_steps_on_taken_cores_are_said_with_what_to_do():
-    # The first two looks are at the first steps.
-    [sentence] = said([*QUICK, *SLOW[:8]], switching(quiet=2, others=CORES - 1.5 if CORES > 1 else 0.5))
-    assert sentence.startswith(f"steps take 20 times as long as before: torch has {THREADS} threads, and other")
+def test_first_steps_on_cores_that_are_all_taken_are_said():
+    [sentence] = said(STEPS, usages(own=0.4, others=CORES - 0.4))
+    assert sentence.startswith(f"torch has {THREADS} threads, and other processes leave only 0.4 cores free for them,")
     assert "use fewer threads (threads=1 in Python, --threads 1 on the command line), or wait until" in sentence
     assert "\n" not in sentence
 
 
-def test_slow_steps_on_free_cores_are_not_said():
-    assert said([*QUICK, *SLOW], usages(own=1.0, others=0.0), threads=CORES) == []
-
-
-def test_quick_steps_on_taken_cores_that_leave_some_idle_are_not_said():
-    assert said(QUICK, usages(own=0.0, others=CORES - 0.5)) == []
-
-
-def test_first_steps_on_cores_that_are_all_taken_are_said():
-    [sentence] = said(QUICK, usages(own=0.4, others=CORES - 0.4))
-    assert sentence.startswith(f"torch has {THREADS} threads, and other processes leave only 0.4 cores free for them,")
+def test_free_cores_are_not_said():
+    assert said(STEPS, usages(own=1.0, others=0.0), threads=CORES) == []
 
 
 def test_first_steps_are_judged_once():
-    quiet_first = said(QUICK * 10, itertools.chain(list(itertools.islice(usages(0.4, 0.0), 2)), usages(0.4, CORES)))
+    quiet_first = said(STEPS * 10, itertools.chain(list(itertools.islice(usages(0.4, 0.0), 2)), usages(0.4, CORES)))
     assert quiet_first == []
 
 
 def test_a_single_thread_is_never_too_many():
-    assert said([*QUICK, *SLOW], usages(own=0.1, others=CORES), threads=1) == []
+    assert said(STEPS, usages(own=0.1, others=CORES), threads=1) == []
 
 
 def test_a_system_that_says_nothing_of_its_cores_is_not_judged():
     moments = (CoreUsage(seconds=float(i), of_process=0.1 * i) for i in itertools.count())
-    assert said([*QUICK, *SLOW], moments) == []
+    assert said(STEPS, moments) == []
 
 
 def step(seconds: float) -> Step:
