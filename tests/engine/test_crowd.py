@@ -5,8 +5,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 
-import pytest
-
 from outrider.cli.opened import _one_line
 from outrider.core.types import Step, Timing
 from outrider.engine.crowd import Crowd, CrowdedWarning
