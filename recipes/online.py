@@ -40,6 +40,7 @@ from outrider.training.online.pupil import OnlineSettings
 from outrider.training.online.weights import model_of
 from recipes import options
 from recipes.inquiry.papers import Paper, gain
+from recipes.label import Label
 from recipes.trained import PROMPT, TEMPERATURES, Seed, covered, draft_of_text, over_seeds, short_run
 
 PAPER = Paper(name="Liu et al. 2023, OSD", url="https://arxiv.org/abs/2310.07177")
@@ -367,18 +368,6 @@ def claims(rows: Sequence[Row], domains: Sequence[str]) -> list[Claim]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Warmth:
-    """A temperature, as the way of a turn."""
-
-    temperature: int
-
-    @property
-    def name(self) -> str:
-        """As rows name it."""
-        return f"temperature-{self.temperature}"
-
-
 @options.with_fields(Stream)
 def main(stream: Stream) -> None:
     """Serve the stream and compare."""
@@ -389,13 +378,13 @@ def main(stream: Stream) -> None:
         draft = stream.draft_model(tokenizer)
         model = open_model(stream.place, dtype=torch.float32, device="cpu").requires_grad_(False).eval()
 
-        def run(way: Warmth, seed: Seed) -> Row:
+        def run(way: Label, seed: Seed) -> Row:
             waves = list(stream.waves(asked, seed.number))
             with task(f"{way.name}, {seed.name}", len(waves), "waves") as bar:
-                found = stream.served(asked, draft, way.temperature, seed.number, model, bar.advance)
-            return {"method": way.name, "temperature": way.temperature, "seed": seed.number, **found}
+                found = stream.served(asked, draft, way.value, seed.number, model, bar.advance)
+            return {"method": way.name, "temperature": way.value, "seed": seed.number, **found}
 
-        rows = over_seeds(place, "served", [Warmth(temperature=t) for t in TEMPERATURES], stream.seeds, run)
+        rows = over_seeds(place, "served", Label.each(TEMPERATURES, "temperature-{}"), stream.seeds, run)
         place.finish(
             Findings(
                 tables=[table(rows, stream.names, t) for t in TEMPERATURES],

@@ -20,7 +20,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -55,27 +54,19 @@ PAIRS = ("embedded", "stand-in")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        context: Tokens before the first measured step.
-        steps: Steps of each run.
-        repeats: Runs of steps, and rounds of decoding.
-        contexts: Prompt lengths for plain decoding.
-        new_tokens: Tokens of each run of plain decoding.
-    """
-
-    out: Path | None = None
-    batch_sizes: tuple[int, ...] = (1, 8)
-    context: int = 128
-    steps: int = 24
-    repeats: int = 5
-    contexts: tuple[int, ...] = (128, 900)
-    new_tokens: int = 48
-    parameters: int = PARAMETERS
-    dtype: str = "bfloat16"
-    threads: int = 2
-    forward: str = "eager"
+    out: options.Out = None
+    batch_sizes: Annotated[str, typer.Option(help="Requests at once, with commas.")] = "1,8"
+    context: Annotated[int, typer.Option(help="Tokens before the first measured step.")] = 128
+    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 24
+    repeats: Annotated[int, typer.Option(help="Runs of steps, and rounds of plain decoding.")] = 5
+    contexts: Annotated[str, typer.Option(help="Prompt lengths for plain decoding, with commas.")] = "128,900"
+    new_tokens: Annotated[int, typer.Option(help="Tokens of each run of plain decoding.")] = 48
+    parameters: Annotated[int, typer.Option(help="Of the stand-in.")] = PARAMETERS
+    dtype: options.Dtype = "bfloat16"
+    threads: options.Threads = 2
+    forward: Annotated[str, typer.Option(help="How the engines' forwards run, and the bare ones.")] = "eager"
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -86,6 +77,13 @@ class Plan:
                 raise InputError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.new_tokens < 2:
             raise InputError(f"new_tokens must be >= 2, got {self.new_tokens}")
+        self.cases("")
+
+    def cases(self, pair: str) -> "list[Case]":
+        """What is measured of a pair."""
+        sizes = options.whole_numbers("--batch-sizes", self.batch_sizes)
+        contexts = options.whole_numbers("--contexts", self.contexts)
+        return [Case(pair=pair, batch=size, context=context) for size in sizes for context in (None, *contexts)]
 
     def load(self, model: PreTrainedModel, **parts: Any) -> outrider.Engine:
         """An engine whose forwards run as the plan says."""
@@ -275,36 +273,29 @@ def summary_of_steps(rows: Sequence[Row]) -> dict[str, Any]:
 
 def summary_of_decoding(rows: Sequence[Row]) -> dict[str, Any]:
     """Rates of one pair, batch size and context, and the engine's over transformers'."""
-    counts = sorted({row["tokens"] for row in rows})
-
-    rounds = sorted({row["round"] for row in rows})
-
-    def taken(way: str, tokens: int) -> list[float]:
-        return [
-            row["seconds"]
-            for round_ in rounds
-            for row in rows
-            if (row["round"], row["way"], row["tokens"]) == (round_, way, tokens)
-        ]
-
-    def later_seconds(way: str) -> float:
-        return statistics.median(
-            many - one for one, many in zip(taken(way, counts[0]), taken(way, counts[1]), strict=True)
-        )
-
+    one, many = sorted({row["tokens"] for row in rows})
     ways = sorted({row["way"] for row in rows})
-    whole = {way: counts[1] / statistics.median(taken(way, counts[1])) for way in ways}
-    later = {way: (counts[1] - counts[0]) / later_seconds(way) for way in ways}
+    # The rounds of a way stand in their order.
+    taken = {
+        (way, tokens): [row["seconds"] for row in rows if (row["way"], row["tokens"]) == (way, tokens)]
+        for way in ways
+        for tokens in (one, many)
+    }
+    whole = {way: many / statistics.median(taken[way, many]) for way in ways}
+    later = {
+        way: (many - one)
+        / statistics.median(all_ - first for first, all_ in zip(taken[way, one], taken[way, many], strict=True))
+        for way in ways
+    }
     engines = ("plain 1", "plain 2")
     best = {"whole": max(engines, key=whole.__getitem__), "later": max(engines, key=later.__getitem__)}
-    pairs = zip(taken("transformers", counts[1]), taken(best["whole"], counts[1]), strict=True)
-    by_round = [theirs / ours for theirs, ours in pairs]
+    pairs = zip(taken["transformers", many], taken[best["whole"], many], strict=True)
     return {
         **{name: rows[0][name] for name in ("pair", "batch", "context")},
         "tokens_per_second": whole,
         "tokens_per_second_after_the_first": later,
         "ratio": whole[best["whole"]] / whole["transformers"],
-        "ratio_by_round": spread(by_round),
+        "ratio_by_round": spread([theirs / ours for theirs, ours in pairs]),
         "ratio_after_the_first": later[best["later"]] / later["transformers"],
     }
 
@@ -393,7 +384,7 @@ def run(plan: Plan, pairs: Sequence[str] = PAIRS) -> dict[str, Any]:
         for pair in pairs:
             models = Models.of(plan, pair)
             parameters[pair] = num_parameters(models.target)
-            cases = [Case(pair=pair, batch=b, context=c) for b in plan.batch_sizes for c in (None, *plan.contexts)]
+            cases = plan.cases(pair)
 
             def one(turn: Turn[Case, Case], models: Models = models) -> Row:
                 case = turn.way
@@ -413,23 +404,7 @@ def run(plan: Plan, pairs: Sequence[str] = PAIRS) -> dict[str, Any]:
         return summary
 
 
-def main(
-    out: options.Out = None,
-    batch_sizes: Annotated[str, typer.Option(help="Requests at once, with commas.")] = "1,8",
-    context: Annotated[int, typer.Option(help="Tokens before the first measured step.")] = 128,
-    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 24,
-    repeats: Annotated[int, typer.Option(help="Runs of steps, and rounds of plain decoding.")] = 5,
-    contexts: Annotated[str, typer.Option(help="Prompt lengths for plain decoding, with commas.")] = "128,900",
-    new_tokens: Annotated[int, typer.Option(help="Tokens of each run of plain decoding.")] = 48,
-    parameters: Annotated[int, typer.Option(help="Of the stand-in.")] = PARAMETERS,
-    dtype: options.Dtype = "bfloat16",
-    threads: options.Threads = 2,
-    forward: Annotated[str, typer.Option(help="How the engines' forwards run, and the bare ones.")] = "eager",
-) -> None:
+@options.with_fields(Plan)
+def main(plan: Plan) -> dict[str, Any]:
     """Measure what a step costs beyond its bare forwards, and plain decoding against transformers."""
-    given: dict[str, Any] = locals()
-    lists = {
-        "batch_sizes": options.whole_numbers("--batch-sizes", batch_sizes),
-        "contexts": options.whole_numbers("--contexts", contexts),
-    }
-    run(Plan(**given | lists))
+    return run(plan)

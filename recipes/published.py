@@ -9,7 +9,7 @@ per token, so that loading and the prompt do not count: transformers loads the l
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +30,7 @@ from outrider.lm.hf.assistant import open_assistant
 from outrider.lm.hf.mtp import behind_pattern
 from outrider.lm.hf.open import open_model
 from recipes import options
+from recipes.label import Label
 from recipes.published_pairs import NUM_ASSISTANT_TOKENS, Size, gemma4, mtp_target, muse_glimmer
 from recipes.quartiles import extremes
 
@@ -58,14 +59,6 @@ class Pair:
     target: PreTrainedModel
     engine: Engine
     generate: Mapping[str, object]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Library:
-    """One of the two libraries."""
-
-    name: str
-    run: Callable[[Pair, Sequence[int], int], tuple[list[int], "Marks"]]
 
 
 @dataclass(kw_only=True)
@@ -126,10 +119,7 @@ def by_outrider(pair: Pair, prompt: Sequence[int], tokens: int) -> tuple[list[in
     return out.tokens, marks
 
 
-LIBRARIES = (
-    Library(name="transformers", run=by_transformers),
-    Library(name="outrider", run=by_outrider),
-)
+LIBRARIES = (Label("transformers", by_transformers), Label("outrider", by_outrider))
 
 
 def pairs(size: Size, place: Path, dtype: str) -> list[Pair]:
@@ -202,29 +192,6 @@ def findings(found: Mapping[str, Any], rounds: int) -> Findings:
     return Findings(tables=[table], panels=[], text=text, summary=summary)
 
 
-def run(out: Path | None, size: Size, *, rounds: int, max_new_tokens: int, threads: int, dtype: str) -> dict[str, Any]:
-    """Measure, write, and return the summary."""
-    use_threads(threads)
-    arguments = {**asdict(size), "max_new_tokens": max_new_tokens, "threads": threads, "dtype": dtype, "rounds": rounds}
-    dice = torch.Generator().manual_seed(0)
-    prompts = torch.randint(size.vocab, (rounds, PROMPT), generator=dice).tolist()
-    with tempfile.TemporaryDirectory() as place, folder(out, "published", arguments) as kept:
-        jobs = pairs(size, Path(place), dtype)
-        expected: dict[tuple[str, int], list[int]] = {}
-        for job in jobs:
-            for library in LIBRARIES:
-                library.run(job, prompts[0], min(8, max_new_tokens))
-
-        def one(turn: Turn[Library, Pair]) -> Row:
-            tokens, marks = turn.way.run(turn.job, prompts[turn.round], max_new_tokens)
-            same = expected.setdefault((turn.job.name, turn.round), tokens) == tokens
-            return {"library": turn.way.name, "pair": turn.job.name, "same": same, **marks.row}
-
-        found = summarise(kept.take("measured", turns(LIBRARIES, jobs, rounds=rounds), one))
-        kept.finish(findings(found, rounds))
-    return found
-
-
 def main(
     out: options.Out = None,
     hidden_size: HiddenSize = 256,
@@ -234,7 +201,25 @@ def main(
     max_new_tokens: options.MaxNewTokens = 96,
     threads: options.Threads = 2,
     dtype: options.Dtype = "float32",
-) -> None:
+) -> dict[str, Any]:
     """Time what ships with targets, by both libraries."""
     size = Size(hidden=hidden_size, layers=layers, vocab=vocab)
-    run(out, size, rounds=rounds, max_new_tokens=max_new_tokens, threads=threads, dtype=dtype)
+    use_threads(threads)
+    arguments = {**asdict(size), "max_new_tokens": max_new_tokens, "threads": threads, "dtype": dtype, "rounds": rounds}
+    dice = torch.Generator().manual_seed(0)
+    prompts = torch.randint(size.vocab, (rounds, PROMPT), generator=dice).tolist()
+    with tempfile.TemporaryDirectory() as place, folder(out, "published", arguments) as kept:
+        jobs = pairs(size, Path(place), dtype)
+        expected: dict[tuple[str, int], list[int]] = {}
+        for job in jobs:
+            for library in LIBRARIES:
+                library.value(job, prompts[0], min(8, max_new_tokens))
+
+        def one(turn: Turn[Label, Pair]) -> Row:
+            tokens, marks = turn.way.value(turn.job, prompts[turn.round], max_new_tokens)
+            same = expected.setdefault((turn.job.name, turn.round), tokens) == tokens
+            return {"library": turn.way.name, "pair": turn.job.name, "same": same, **marks.row}
+
+        found = summarise(kept.take("measured", turns(LIBRARIES, jobs, rounds=rounds), one))
+        kept.finish(findings(found, rounds))
+    return found

@@ -9,7 +9,7 @@ from recipes.published_pairs import Size
 
 
 def test_both_libraries_say_the_same_with_every_pair(tmp_path):
-    found = published.run(tmp_path, Size(), rounds=1, max_new_tokens=12, threads=1, dtype="float32")
+    found = published.main(tmp_path, 32, 2, Size().vocab, rounds=1, max_new_tokens=12, threads=1)
     assert list(found) == [
         "gemma4, assistant",
         "glm4_moe, 1 MTP layer",

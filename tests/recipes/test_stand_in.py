@@ -56,11 +56,11 @@ def test_fewer_parameters_than_there_are_cannot_be_had():
 def test_overhead_is_what_the_rows_say(tmp_path):
     plan = overhead.Plan(
         out=tmp_path / "out",
-        batch_sizes=(1, 2),
+        batch_sizes="1,2",
         context=16,
         steps=3,
         repeats=1,
-        contexts=(12,),
+        contexts="12",
         new_tokens=3,
         parameters=17_000_000,
         threads=1,
