@@ -62,8 +62,6 @@ class Wire:
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    status: int = 0
-    chunked: bool = False
 
     @classmethod
     async def open(cls, port: int) -> "Wire":
@@ -86,29 +84,15 @@ class Wire:
             head = await self.reader.readuntil(b"\r\n\r\n")
         except asyncio.IncompleteReadError:
             return 0
-        self.status = int(head.split(b" ", 2)[1])
-        self.chunked = b"transfer-encoding: chunked" in head.lower()
-        return self.status
-
-    async def blocks(self) -> AsyncIterator[bytes]:
-        """The body, as it comes."""
-        while self.chunked:
-            size = int(await self.reader.readuntil(b"\r\n"), 16)
-            block = (await self.reader.readexactly(size + 2))[:-2]
-            if not size:
-                return
-            yield block
-        if not self.chunked:
-            yield await self.reader.read()
+        return int(head.split(b" ", 2)[1])
 
     async def events(self) -> AsyncIterator[Mapping[str, Any]]:
-        """The values of the stream's events, without comments and the end."""
+        """The values of the stream's events as they come, without comments and the end."""
         left = b""
-        async for block in self.blocks():
-            *whole, left = (left + block).split(b"\n\n")
-            for each in whole:
-                if each.startswith(b"data: ") and each != b"data: [DONE]":
-                    yield json.loads(each[6:])
+        while size := int(await self.reader.readuntil(b"\r\n"), 16):
+            *whole, left = (left + (await self.reader.readexactly(size + 2))[:-2]).split(b"\n\n")
+            for each in values(whole):
+                yield each
 
     def close(self, *, abort: bool = False) -> None:
         """Leave; with `abort` without a farewell."""
@@ -132,19 +116,23 @@ def body_of(asked: Mapping[str, Any]) -> bytes:
     return json.dumps({**asked, **more}).encode()
 
 
+def values(events: Sequence[bytes]) -> list[Mapping[str, Any]]:
+    """The values of some events."""
+    return [json.loads(each[6:]) for each in events if each.startswith(b"data: ") and each != b"data: [DONE]"]
+
+
 async def complete(port: int, asked: Mapping[str, Any]) -> Answer:
     """Ask, and read to the end."""
-    began = time.perf_counter()
+    began, pieces = time.perf_counter(), list[tuple[float, bytes]]()
     wire = await Wire.open(port)
     try:
         await wire.ask(body_of(asked))
-        status = await wire.begin()
-        if status != 200:
-            return Answer(status=status, error=str([block async for block in wire.blocks()])[:300] if status else None)
-        events = [(time.perf_counter() - began, event) async for event in wire.events()]
+        while not pieces or pieces[-1][1]:
+            piece = await wire.reader.read(2**16)
+            pieces.append((time.perf_counter() - began, piece))
     finally:
         wire.close()
-    return answer_of(events, time.perf_counter() - began)
+    return _read(pieces)
 
 
 def answer_of(events: Sequence[tuple[float, Mapping[str, Any]]], seconds: float) -> Answer:
@@ -220,9 +208,7 @@ def _read(pieces: Sequence[tuple[float, bytes]]) -> Answer:
                 break
             body, wire = body + rest[:length], rest[length + 2 :]
         *whole, body = body.split(b"\n\n")
-        found += [
-            (now, json.loads(each[6:])) for each in whole if each.startswith(b"data: ") and each != b"data: [DONE]"
-        ]
+        found += [(now, each) for each in values(whole)]
     if status != 200:
         return Answer(status=status, error=wire.decode(errors="replace")[:300])
     return answer_of(found, pieces[-1][0])
