@@ -60,29 +60,6 @@ QUICK = {"engines": "vllm", "heads": "medusa", "num_prompts": 2, "max_new_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is compared.
-
-    Attributes:
-        environments: Folder of the engines' environments.
-        engines: Names of the engines.
-        heads: Names of drafters.
-        steps: Optimizer steps of each head.
-    """
-
-    out: Path | None = None
-    environments: Path
-    engines: tuple[str, ...] = ("vllm",)
-    heads: tuple[str, ...]
-    prompts: Path = PROMPTS
-    num_prompts: int = 8
-    max_new_tokens: int = 96
-    steps: int = 60
-    dtype: str = "float32"
-    threads: int = 2
-
-
-@dataclass(frozen=True, kw_only=True)
 class Drafter:
     """A drafter in an engine, as what takes turns.
 
@@ -133,6 +110,24 @@ LEARNERS: Mapping[str, Mapping[str, Any]] = {
 EMBEDDED = "embedded eagle"
 DRAFTERS = (DRAFT_MODEL, EMBEDDED, *LEARNERS)
 """Names of drafters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is compared."""
+
+    environments: Annotated[
+        Path, typer.Option(help="Folder of the engines' environments, several GB.", show_default=False)
+    ] = usual_folder()  # noqa: RUF009
+    out: options.Out = None
+    engines: Annotated[str, typer.Option(help="Names with commas.")] = ",".join(OUTSIDE)
+    heads: Annotated[str, typer.Option(help="Drafters: names with commas.")] = ",".join(DRAFTERS)
+    prompts: options.Prompts = PROMPTS
+    num_prompts: options.NumPrompts = 8
+    max_new_tokens: options.MaxNewTokens = 96
+    steps: options.Steps = 60
+    dtype: Annotated[str, typer.Option(help="What both compute in: bfloat16 or float32.")] = "float32"
+    threads: options.Threads = 2
 
 
 def learner(name: str, target: PreTrainedModel) -> HeadObjective:
@@ -363,62 +358,38 @@ def drafters_of(name: str, engine: PeerEngine, wanted: Sequence[str]) -> list[Dr
 
 def run(plan: Plan, engines: Mapping[str, PeerEngine] = OUTSIDE) -> Findings:
     """Write drafters, decode with each in both engines, and say what was found."""
-    for what, names, known in (("drafter", plan.heads, DRAFTERS), ("engine", plan.engines, tuple(engines))):
+    heads, asked = options.words(plan.heads), options.words(plan.engines)
+    for what, names, known in (("drafter", heads, DRAFTERS), ("engine", asked, tuple(engines))):
         if unknown := [name for name in names if name not in known]:
             raise InputError(f"unknown {what} {unknown[0]!r}; available: {', '.join(known)}")
     torch.set_num_threads(plan.threads)
-    with folder(plan.out, "in_vllm", vars(plan)) as place, kept(plan.out) as heads:
+    with folder(plan.out, "in_vllm", vars(plan)) as place, kept(plan.out) as room:
         first = outrider.load(str(EMBEDDED_TARGET), drafter="none")
         longest = first.parts.target.max_context - plan.max_new_tokens - 2 * (DEPTH + 1)
         chosen = questions(plan.prompts, plan.num_prompts, encode=first.encode, longest=longest)
         prompts = [list(question.tokens) for question in chosen]
         plain: dict[str, Said] = {}
         missing: dict[str, str] = {}
-        for name in plan.engines:
+        for name in asked:
             engine = engines[name]
             try:
                 plain[name] = there(plan, prompts, engine.plain, None, engine)
             except (CannotMake, Stopped, Refused) as error:
                 missing[engine.title] = f"does not run here, so nothing was compared: {error}"
-        ways = [each for name in plain for each in drafters_of(name, engines[name], plan.heads)]
+        ways = [each for name in plain for each in drafters_of(name, engines[name], heads)]
 
         def turn(each: Any) -> Row:
             way: Drafter = each.way
-            return compared(way, plan, prompts, plain[way.engine], engines[way.engine], heads / way.engine / way.label)
+            return compared(way, plan, prompts, plain[way.engine], engines[way.engine], room / way.engine / way.label)
 
         jobs = [Drafter(engine="", label="prompts", head="", mode="")]
         rows = place.take("drafters", list(turns(ways, jobs)), turn)
-        found = findings(plan, rows, [engines[name] for name in plan.engines], missing)
+        found = findings(plan, rows, [engines[name] for name in asked], missing)
         place.finish(found)
         return found
 
 
-def main(
-    environments: Annotated[
-        Path, typer.Option(help="Folder of the engines' environments, several GB.", show_default=False)
-    ] = usual_folder(),  # noqa: B008
-    out: options.Out = None,
-    engines: Annotated[str, typer.Option(help="Names with commas.")] = ",".join(OUTSIDE),
-    heads: Annotated[str, typer.Option(help="Drafters: names with commas.")] = ",".join(DRAFTERS),
-    prompts: options.Prompts = PROMPTS,
-    num_prompts: options.NumPrompts = 8,
-    max_new_tokens: options.MaxNewTokens = 96,
-    steps: options.Steps = 60,
-    dtype: Annotated[str, typer.Option(help="What both compute in: bfloat16 or float32.")] = "float32",
-    threads: options.Threads = 2,
-) -> None:
+@options.with_fields(Plan)
+def main(plan: Plan) -> None:
     """Let other engines draft with what was written here."""
-    run(
-        Plan(
-            out=out,
-            environments=environments,
-            engines=tuple(name.strip() for name in engines.split(",")),
-            heads=tuple(name.strip() for name in heads.split(",")),
-            prompts=prompts,
-            num_prompts=num_prompts,
-            max_new_tokens=max_new_tokens,
-            steps=steps,
-            dtype=dtype,
-            threads=threads,
-        )
-    )
+    run(plan)

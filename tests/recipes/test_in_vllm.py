@@ -28,7 +28,9 @@ ENGINES = {"vllm": SCRIPTED}
 
 
 def plan(place: Path, *heads: str) -> Plan:
-    return Plan(environments=place, heads=heads, num_prompts=2, max_new_tokens=6, steps=1, threads=1)
+    return Plan(
+        environments=place, heads=",".join(heads), engines="vllm", num_prompts=2, max_new_tokens=6, steps=1, threads=1
+    )
 
 
 def test_tokens_and_acceptance_are_compared_and_a_refusal_is_told(tmp_path, monkeypatch):
