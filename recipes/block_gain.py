@@ -8,10 +8,9 @@ computed too.
 
 from collections.abc import Sequence
 
-from outrider.bench.plot import Panel
 from outrider.bench.report import Claim, Findings, Table
 from recipes import options
-from recipes.inquiry.figures import EFFICIENCY, HEAD, SPEED, Figures, curve
+from recipes.inquiry.figures import EFFICIENCY, HEAD, SPEED, Figures
 from recipes.inquiry.judging import Inquiry
 from recipes.inquiry.papers import Paper, gain
 from recipes.inquiry.trial import Method, Setting
@@ -39,7 +38,7 @@ METHODS = tuple(
 
 
 def findings(figures: Figures) -> Findings:
-    """Tables, panels and claims."""
+    """The table and the claims."""
     lines: list[Sequence[object]] = []
     claims: list[Claim] = []
     for n in LENGTHS:
@@ -72,14 +71,8 @@ def findings(figures: Figures) -> Findings:
                     note="the paper's figure is the gain in its speedup over plain decoding",
                 )
             )
-    panel = Panel(
-        title="Block efficiency at temperature 1",
-        x="draft length (tokens)",
-        y="tokens per step",
-        curves=[curve(rule, LENGTHS, figures.efficiency, [name(rule, n) for n in LENGTHS]) for rule in RULES],
-    )
     table = Table(head=(*HEAD, "gain in efficiency, %", "gain in tokens/s, %"), lines=lines)
-    return Findings(tables=[table], panels=[panel], claims=claims)
+    return Findings(tables=[table], claims=claims)
 
 
 INQUIRY = Inquiry(recipe="block_gain", methods=METHODS, findings=findings)

@@ -18,11 +18,10 @@ import numpy as np
 import typer
 
 from outrider.bench.folder import Folder, folder
-from outrider.bench.plot import Panel
 from outrider.bench.report import Claim, Findings, Table
 from outrider.core.types import InputError
 from recipes import options
-from recipes.inquiry.figures import EFFICIENCY, HEAD, Figures, curve
+from recipes.inquiry.figures import EFFICIENCY, HEAD, Figures
 from recipes.inquiry.judging import SLOTS, about, count_until_clear, nothing_whole
 from recipes.inquiry.papers import Paper, gain
 from recipes.inquiry.step_seconds import StepSeconds
@@ -178,22 +177,12 @@ def candidates(family: Family, budget: int, temperature: float) -> list[Method]:
 def findings(
     figures: Figures, methods: Sequence[Method], budgets: Sequence[int], families: Sequence[Family]
 ) -> Findings:
-    """Tables, panels and claims."""
+    """The table and the claims."""
     ordered = sorted(methods, key=lambda m: m.labels["budget"])
     lines = [[m.labels["budget"], m.labels["way"], m.labels["shape"], *figures.cells(m.name)[1:]] for m in ordered]
     head = ("budget", "method", "shape", "nodes per step", *HEAD[2:])
-    panel = Panel(
-        title=f"Block efficiency at temperature {methods[0].temperature:g}",
-        x="budget (verified nodes per step, at most)",
-        y="tokens per step",
-        curves=[
-            curve(way, budgets, figures.efficiency, [f"{way} @{b}" for b in budgets], dashed=f.chosen)
-            for f in families
-            for way in f.names.values()
-        ],
-    )
     found = claims(figures, methods, budgets)
-    return Findings(tables=[Table(head=head, lines=lines)], panels=[panel], claims=found, columns=1)
+    return Findings(tables=[Table(head=head, lines=lines)], claims=found)
 
 
 COMPARISONS = (

@@ -43,9 +43,8 @@ from transformers.utils import logging
 import outrider
 from outrider import catalog
 from outrider.assembly import why_not
-from outrider.bench.evidence import IntervalEstimate, Row
+from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder, folder
-from outrider.bench.plot import Bars
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn
 from outrider.bench.workloads.workload import PROMPTS
@@ -247,8 +246,7 @@ def stepped(target: PreTrainedModel, drafter: str, batch: int, scale: Scale) -> 
             found["seconds"].append(spent)
             for part in PARTS:
                 found[part].append(getattr(made[0].timing, part))
-    low, high = np.quantile(found["target"], (0.25, 0.75)).tolist()
-    return {**{name: statistics.median(each) for name, each in found.items()}, "target_low": low, "target_high": high}
+    return {name: statistics.median(each) for name, each in found.items()}
 
 
 def bandwidth(device: torch.device, num_bytes: int, rounds: int = 20) -> float:
@@ -516,7 +514,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def findings(summary: Mapping[str, Any], device: str) -> Findings:
-    """The summary as tables, and bars of the target's forward."""
+    """The summary as tables."""
     tables = []
     for part in ALL:
         rows = [row for name, row in summary["parts"][part.name].items() if name not in ("begin", "compiler")]
@@ -524,24 +522,12 @@ def findings(summary: Mapping[str, Any], device: str) -> Findings:
         lines = [[row["name"], *(_cell(row, head, scale) for head in part.heads), _note(row)] for row in rows]
         if lines:
             tables.append(Table(title=part.title, head=("", *part.heads, "note"), lines=lines))
-    steps = [row for row in summary["parts"]["profile"].values() if "over_floor" in row]
-    over = [
-        IntervalEstimate(
-            value=row["over_floor"], low=row["target_low"] / row["floor"], high=row["target_high"] / row["floor"]
-        )
-        for row in steps
-    ]
-    panels = []
-    if steps:
-        names = [row["name"] for row in steps]
-        x = "times that reading the weights takes"
-        panels = [Bars(title="The target's forward", x=x, names=names, groups={"over floor": over})]
     text = (
         f"{device}. Differences that are no ties: {summary['differences']}; laws that differ: {summary['wrong_laws']}; "
         f"graphs that the compiler skipped: {summary['skipped_graphs']}; functions compiled again: "
         f"{summary['recompiled']}; parts with errors: {len(summary['errors'])}. All five must be 0."
     )
-    return Findings(tables=tables, panels=panels, text=text, summary=summary)
+    return Findings(tables=tables, text=text, summary=summary)
 
 
 def _note(row: Row) -> str:

@@ -8,12 +8,10 @@ like the chain, and off the likeliest chain its rows belong to another context. 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from outrider.bench.plot import Panel
 from outrider.bench.report import Claim, Findings, Table
 from recipes import options
-from recipes.inquiry.figures import EFFICIENCY, HEAD, SPEED, Figure, Figures, curve
+from recipes.inquiry.figures import EFFICIENCY, HEAD, SPEED, Figure, Figures
 from recipes.inquiry.judging import Inquiry
 from recipes.inquiry.papers import Paper, gain
 from recipes.inquiry.trial import Method, Setting
@@ -55,24 +53,21 @@ METHODS = tuple(
 
 
 def findings(figures: Figures) -> Findings:
-    """Tables, panels and claims."""
+    """The table and the claims."""
     lines: list[Sequence[object]] = []
     claims = list[Claim]()
-    wanted: list[tuple[str, str, Figure]] = [("Block efficiency", "tokens per step", figures.efficiency)]
+    wanted: list[tuple[str, Figure]] = [("step", figures.efficiency)]
     if figures.timed(name(CHAIN, 0.0)):
-        wanted.append(("Speed", "tokens per second", figures.speed))
-    panels = {title: Panel(title=title, x="verified nodes per step", y=y, curves=[]) for title, y, _ in wanted}
+        wanted.append(("second", figures.speed))
     for t in TEMPERATURES:
         trees, chain = [name(budget, t) for budget in BUDGETS], name(CHAIN, t)
         lines.append(figures.cells(chain))
-        lines += [
-            [*figures.cells(own), *(gain(of(own), of(chain)).text("+.1f") for _, _, of in wanted)] for own in trees
-        ]
-        for title, _, of in wanted:
-            pair, words, unit, best = (
-                (PUBLISHED[t], "step", EFFICIENCY, figures.best_efficiency(trees))
-                if title == "Block efficiency"
-                else (PUBLISHED_SPEEDUP[t], "second", SPEED, figures.best_speed(trees))
+        lines += [[*figures.cells(own), *(gain(of(own), of(chain)).text("+.1f") for _, of in wanted)] for own in trees]
+        for words, of in wanted:
+            pair, unit, best = (
+                (PUBLISHED[t], EFFICIENCY, figures.best_efficiency(trees))
+                if words == "step"
+                else (PUBLISHED_SPEEDUP[t], SPEED, figures.best_speed(trees))
             )
             claims.append(
                 figures.claim(
@@ -86,12 +81,10 @@ def findings(figures: Figures) -> Findings:
                     note=NOTE,
                 )
             )
-            curves = [curve(f"lattice, T={t:g}", BUDGETS, of, trees), curve(f"chain, T={t:g}", [DEPTH], of, [chain])]
-            panels[title] = replace(panels[title], curves=[*panels[title].curves, *curves])
     head = (*HEAD, *("gain in efficiency, %", "gain in tokens/s, %")[: len(wanted)])
     width = len(head)
     table = Table(head=head, lines=[[*line, *[""] * (width - len(line))] for line in lines])
-    return Findings(tables=[table], panels=list(panels.values()), claims=claims)
+    return Findings(tables=[table], claims=claims)
 
 
 INQUIRY = Inquiry(recipe="marginals", methods=METHODS, findings=findings)

@@ -37,9 +37,8 @@ import torch
 import typer
 
 import outrider
-from outrider.bench.evidence import IntervalEstimate, Row
+from outrider.bench.evidence import Row
 from outrider.bench.folder import folder
-from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workloads.workload import PROMPTS
@@ -304,7 +303,7 @@ def over_best_elsewhere(rows: Sequence[Row]) -> float:
 
 
 def findings(entries: Sequence[dict[str, Any]]) -> Findings:
-    """The summary as a table, and a panel for each state."""
+    """The summary as a table."""
     head = (
         *("temperature", "seeds", "requests", "cache", "best way", "over plain", "over the best"),
         *("over the best of other turns", "over the best by costs", "plain over itself", "drafted/step", ""),
@@ -345,29 +344,7 @@ def findings(entries: Sequence[dict[str, Any]]) -> Findings:
             f"speed in the median of cells, and at least {min(by_costs):.3f}."
         )
     summary = {"entries": list(entries), "median": middle, "least": worst["over_best"], "over_plain": plain}
-    return Findings(tables=[Table(head=head, lines=lines)], panels=_panels(entries), text=text, summary=summary)
-
-
-def _panels(entries: Sequence[dict[str, Any]]) -> list[Panel]:
-    """Speed over the best way by number of requests, a panel for each state and a curve for each kind of sampling."""
-    found = []
-    for state in dict.fromkeys(e["state"] for e in entries):
-        here = [e for e in entries if e["state"] == state]
-        curves = []
-        for warmth, seeded in dict.fromkeys((e["temperature"], e["seeded"]) for e in here):
-            own = [e for e in here if (e["temperature"], e["seeded"]) == (warmth, seeded)]
-            label = f"temperature {warmth:g}{', seeds' if seeded else ''}"
-            points = [_over(e) for e in own]
-            curves.append(Curve(label=label, x=[e["requests"] for e in own], y=points))
-        found.append(
-            Panel(title=f"{state} cache", x="requests at once", y="speed over the best way", curves=curves, line=1.0)
-        )
-    return found
-
-
-def _over(entry: dict[str, Any]) -> IntervalEstimate:
-    low, high = entry["spread"]
-    return IntervalEstimate(value=entry["over_best"], low=low, high=high)
+    return Findings(tables=[Table(head=head, lines=lines)], text=text, summary=summary)
 
 
 def asked_as(job: Mapping[str, Any]) -> list[str]:

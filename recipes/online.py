@@ -26,7 +26,6 @@ from transformers import PreTrainedModel
 import outrider
 from outrider.bench.evidence import IntervalEstimate, Row, Sums
 from outrider.bench.folder import folder
-from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Claim, Findings, Table
 from outrider.core.progress import task
 from outrider.core.types import InputError, Sampling
@@ -327,26 +326,6 @@ def table(rows: Sequence[Row], domains: Sequence[str], temperature: int) -> Tabl
     return Table(title=f"Acceptance rate over the stream, temperature {temperature}", head=head, lines=lines)
 
 
-def panel(rows: Sequence[Row], domains: Sequence[str], temperature: int) -> Panel:
-    """Acceptance over the stream."""
-    parts = [sums_of(rows, temperature, domain, part) for domain in domains for part in range(PARTS)]
-    places = [float(place) for place in range(1, len(parts) + 1)]
-    return Panel(
-        title=f"temperature {temperature}",
-        x=f"quarters of {', then '.join(domains)}",
-        y="acceptance rate",
-        curves=[
-            Curve(
-                label=arm,
-                x=places,
-                y=[IntervalEstimate.of(acceptance(sums, arm)) for sums in parts],
-                dashed=arm == FROZEN,
-            )
-            for arm in ARMS
-        ],
-    )
-
-
 def claims(rows: Sequence[Row], domains: Sequence[str]) -> list[Claim]:
     """Whether learning raises acceptance on a domain, over its last quarter and over all of its requests."""
     found = []
@@ -388,7 +367,6 @@ def main(stream: Stream) -> None:
         place.finish(
             Findings(
                 tables=[table(rows, stream.names, t) for t in TEMPERATURES],
-                panels=[panel(rows, stream.names, t) for t in TEMPERATURES],
                 claims=claims(rows, stream.names),
                 text=_about(place.rows, stream),
             )

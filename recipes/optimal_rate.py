@@ -23,7 +23,6 @@ from torch import Tensor
 
 from outrider.bench.evidence import IntervalEstimate, Row, Sums
 from outrider.bench.folder import Folder, folder
-from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Claim, Findings, Table
 from outrider.bench.turns import Turn, turns
 from outrider.theory import acceptance, optimum
@@ -147,21 +146,14 @@ def mean(sums: Sums, name: str, temperature: float) -> Float[np.ndarray, " sampl
 
 
 def findings(sums: Sums, seconds: float) -> Findings:
-    """Tables, panels and claims."""
+    """The table and the claims."""
     lines: list[Sequence[object]] = []
-    panels = []
     for n in DRAFTS:
         found = {rule: [IntervalEstimate.of(mean(sums, key(rule, n), t)) for t in TEMPERATURES] for rule in RULES}
         found["one draft"] = [IntervalEstimate.of(mean(sums, "one draft", t)) for t in TEMPERATURES]
         lines += [[n, rule, *(each.text(".3f") for each in figures)] for rule, figures in found.items()]
-        curves = [
-            Curve(label=rule, x=TEMPERATURES, y=figures, dashed=rule not in OPTIMUM) for rule, figures in found.items()
-        ]
-        panels.append(
-            Panel(title=f"{n} drafts at one node", x="temperature", y="probability that one is accepted", curves=curves)
-        )
     head = ("n", "rule", *(f"T={t:g}" for t in TEMPERATURES))
-    return Findings(tables=[Table(head=head, lines=lines)], panels=panels, claims=claims(sums, seconds))
+    return Findings(tables=[Table(head=head, lines=lines)], claims=claims(sums, seconds))
 
 
 def claims(sums: Sums, seconds: float) -> list[Claim]:

@@ -27,9 +27,8 @@ import typer
 from transformers import PreTrainedModel
 
 import outrider
-from outrider.bench.evidence import IntervalEstimate, Row
+from outrider.bench.evidence import Row
 from outrider.bench.folder import folder
-from outrider.bench.plot import Bars
 from outrider.bench.report import Findings, Table
 from outrider.bench.side_by_side.transformers_generate import sampling_options
 from outrider.bench.turns import Turn
@@ -301,7 +300,7 @@ def summary_of_decoding(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def findings(summary: Mapping[str, Any], about: str) -> Findings:
-    """The summary as tables and bars."""
+    """The summary as tables."""
 
     def ms(given: Mapping[str, float]) -> str:
         return quartiles(given, scale=1e3)
@@ -338,17 +337,6 @@ def findings(summary: Mapping[str, Any], about: str) -> Findings:
     ]
     columns = ["pair", "batch", "context", "plain pad_to=1", "plain pad_to=2", "transformers"]
     columns += ["ratio [quartiles of rounds]", "ratio after the first token"]
-    over = [each["overhead"] for each in summary["steps"]]
-    bars = Bars(
-        title="What a step costs beyond its bare forwards",
-        x="% of the step",
-        names=[f"{each['pair']}, batch of {each['batch']}" for each in summary["steps"]],
-        groups={
-            "overhead": [
-                IntervalEstimate(value=100 * o["median"], low=100 * o["low"], high=100 * o["high"]) for o in over
-            ]
-        },
-    )
     return Findings(
         tables=[
             Table(title="A step against its bare forwards", head=head, lines=lines),
@@ -359,7 +347,6 @@ def findings(summary: Mapping[str, Any], about: str) -> Findings:
                 lines=rates,
             ),
         ],
-        panels=[bars],
         text=about,
         summary=summary,
     )

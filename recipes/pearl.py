@@ -21,10 +21,9 @@ from jaxtyping import Float
 
 from outrider.bench.evidence import IntervalEstimate, Sums
 from outrider.bench.folder import folder
-from outrider.bench.plot import Panel
 from outrider.bench.report import Claim, Findings, Table
 from recipes import options
-from recipes.inquiry.figures import SPEED, curve
+from recipes.inquiry.figures import SPEED
 from recipes.inquiry.papers import Paper, gain
 from recipes.inquiry.trial import Bench, Method, Setting
 
@@ -79,9 +78,9 @@ def best(sums: Sums, ways: Sequence[str], lengths: Sequence[int], t: float) -> F
 
 
 def findings(sums: Sums, lengths: Sequence[int] = LENGTHS) -> Findings:
-    """Tables, panels and claims."""
+    """Tables and claims."""
     lines: list[Sequence[object]] = []
-    panels, claims, verdicts = [], list[Claim](), []
+    claims, verdicts = list[Claim](), []
     for t in TEMPERATURES:
         plain = best(sums, PLAIN, lengths, t)
         for way in WAYS:
@@ -95,28 +94,11 @@ def findings(sums: Sums, lengths: Sequence[int] = LENGTHS) -> Findings:
                         IntervalEstimate.of(speed(sums, own) / plain).text(),
                     ]
                 )
-        panels.append(
-            Panel(
-                title=f"Temperature {t:g}",
-                x="tokens drafted per step",
-                y="tokens per second of steps",
-                curves=[
-                    curve(
-                        way,
-                        lengths,
-                        partial(speed, sums),
-                        [name(way, None if way in PLAIN else n, t) for n in lengths],
-                        dashed=way in PLAIN,
-                    )
-                    for way in WAYS
-                ],
-            )
-        )
         claims += _claims(sums, lengths, t)
         verdicts.append(sentence(sums, lengths, t))
     head = ("method", "acceptance", "block efficiency", "tokens/s", "times the fastest plain decoding")
     tables = [Table(head=head, lines=lines), *(Table(text=text) for text in verdicts)]
-    return Findings(tables=tables, panels=panels, claims=claims)
+    return Findings(tables=tables, claims=claims)
 
 
 def sentence(sums: Sums, lengths: Sequence[int], t: float) -> str:

@@ -189,7 +189,7 @@ def findings(found: Mapping[str, Any], rounds: int) -> Findings:
     table = Table(head=(*head, "ours is faster by", "same output"), lines=lines)
     text = f"In turns: median [lowest, highest] of {rounds}; ratios within a round."
     summary = {name: {"ratio": asdict(each["ratio"]), "same": each["same"]} for name, each in found.items()}
-    return Findings(tables=[table], panels=[], text=text, summary=summary)
+    return Findings(tables=[table], text=text, summary=summary)
 
 
 def main(

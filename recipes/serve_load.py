@@ -38,9 +38,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from outrider.bench.evidence import IntervalEstimate, Row
+from outrider.bench.evidence import Row
 from outrider.bench.folder import folder
-from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workloads.workload import PROMPTS
@@ -301,7 +300,7 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def findings(row: Row, kill: Row | None, entries: Sequence[dict[str, Any]]) -> Findings:
-    """Tables, a plot of the rates, and a sentence.
+    """Tables and a sentence.
 
     Args:
         kill: The row of a server that was killed; None if none was.
@@ -340,11 +339,8 @@ def findings(row: Row, kill: Row | None, entries: Sequence[dict[str, Any]]) -> F
         + ("Nothing went wrong. " if not wrong else f"What went wrong: {'; '.join(wrong)}. ")
         + (f"The default has at least {least:.3f} of plain decoding's rate (goal {ALLOWED_SPEED})." if entries else "")
     )
-    points = [IntervalEstimate(value=e["ratio"], low=e["spread"][0], high=e["spread"][1]) for e in entries]
-    curve = Curve(label="default over plain", x=[e["concurrency"] for e in entries], y=points)
-    panels = [Panel(title="rates", x="requests at once", y="over plain", curves=[curve], line=1.0)] if entries else []
     summary = {"faults": wrong, "slope": row["slope"], "finished": row["finished"], "chaos": chaos, "rates": entries}
-    return Findings(tables=tables, panels=panels, text=text, summary=summary)
+    return Findings(tables=tables, text=text, summary=summary)
 
 
 def main(

@@ -17,11 +17,10 @@ import numpy as np
 
 from outrider.bench.evidence import Row
 from outrider.bench.folder import folder
-from outrider.bench.plot import Panel
 from outrider.bench.report import Claim, Findings, Table
 from outrider.core.types import InputError
 from recipes import options
-from recipes.inquiry.figures import HEAD, SPEED, Figures, curve
+from recipes.inquiry.figures import HEAD, SPEED, Figures
 from recipes.inquiry.judging import about, count_until_clear, nothing_whole, seconds_table
 from recipes.inquiry.papers import Paper, gain
 from recipes.inquiry.step_seconds import StepSeconds
@@ -68,25 +67,17 @@ def batches(questions: Sequence[Question], size: int, seeds: int) -> list[Prompt
 
 
 def findings(tables: Mapping[int, Figures], policies: Sequence[str], lengths: Sequence[int]) -> Findings:
-    """Tables, panels and claims, by size of batch."""
+    """The table and the claims, by size of batch."""
     lines: list[Sequence[object]] = []
-    panels, claims = [], list[Claim]()
+    claims = list[Claim]()
     for size, figures in tables.items():
         for own, k in ((name(policy, k), k) for policy in policies for k in lengths):
             timed = figures.timed(own)
             over = gain(figures.speed(own), figures.speed(name("fixed", k))).text("+.1f") if timed else "-"
             lines.append([size, *figures.cells(own), over])
-        panels.append(
-            Panel(
-                title=f"Worth, batches of {size}",
-                x="verified draft tokens per request and step (k)",
-                y="accepted per verified token",
-                curves=[curve(p, lengths, figures.acceptance, [name(p, k) for k in lengths]) for p in policies],
-            )
-        )
         claims += claims_of(size, figures, policies, lengths)
     table = Table(head=("batch", *HEAD, "tokens/s over fixed at this k, %"), lines=lines)
-    return Findings(tables=[table], panels=panels, claims=claims)
+    return Findings(tables=[table], claims=claims)
 
 
 def claims_of(size: int, figures: Figures, policies: Sequence[str], lengths: Sequence[int]) -> list[Claim]:

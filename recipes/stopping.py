@@ -8,10 +8,9 @@ static length for one half of the prompts is chosen on the other half.
 
 from collections.abc import Sequence
 
-from outrider.bench.plot import Panel
 from outrider.bench.report import Claim, Findings, Table
 from recipes import options
-from recipes.inquiry.figures import HEAD, SPEED, Figure, Figures, curve
+from recipes.inquiry.figures import HEAD, SPEED, Figures
 from recipes.inquiry.judging import Inquiry
 from recipes.inquiry.papers import Paper, gain
 from recipes.inquiry.trial import Method, Setting
@@ -49,25 +48,19 @@ def methods(lengths: Sequence[int] = LENGTHS, stoppers: Sequence[str] = tuple(ST
 
 
 def findings(figures: Figures, lengths: Sequence[int] = LENGTHS, stoppers: Sequence[str] = tuple(STOPPERS)) -> Findings:
-    """Tables, panels and claims."""
+    """The table and the claims."""
     lines: list[Sequence[object]] = []
-    panels, claims = [], list[Claim]()
-    wanted: list[tuple[str, str, Figure]] = [("Block efficiency", "tokens per step", figures.efficiency)]
-    if timed := figures.timed(name(lengths[0], TEMPERATURES[0])):
-        wanted.append(("Speed", "tokens per second", figures.speed))
+    claims = list[Claim]()
+    timed = figures.timed(name(lengths[0], TEMPERATURES[0]))
     for t in TEMPERATURES:
         static, rules = ([name(way, t) for way in ways] for ways in (lengths, stoppers))
         best = figures.best_speed(static) if timed else None
         for own in (*static, *rules):
             over = "-" if best is None else gain(figures.speed(own), best).text("+.1f")
             lines.append([*figures.cells(own), over])
-        for title, y, of in wanted:
-            curves = [curve("static", lengths, of, static)]
-            curves += [curve(own, [float(figures.drafted(own)[0])], of, [own]) for own in rules]
-            panels.append(Panel(title=f"{title} at temperature {t:g}", x="drafted tokens per step", y=y, curves=curves))
         claims += _claims(figures, t, static, stoppers) if timed else []
     table = Table(head=(*HEAD, "tokens/s over the best static length, %"), lines=lines)
-    return Findings(tables=[table], panels=panels, claims=claims)
+    return Findings(tables=[table], claims=claims)
 
 
 def _claims(figures: Figures, t: float, static: Sequence[str], stoppers: Sequence[str]) -> list[Claim]:

@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Float
 
 from outrider.bench.evidence import IntervalEstimate, Row, Sums
-from outrider.bench.plot import Curve
 from outrider.bench.report import Claim
 from recipes.inquiry.papers import Paper
 from recipes.inquiry.step_seconds import StepSeconds
@@ -20,11 +19,6 @@ Figure = Callable[[str], Samples]
 HEAD = ("method", "drafted per step", "block efficiency", "acceptance", "tokens/s")
 EFFICIENCY, SPEED = "% of block efficiency", "% of tokens per second"
 """Units of gains."""
-
-
-def curve(label: str, x: Sequence[float], figure: Figure, methods: Sequence[str], *, dashed: bool = False) -> Curve:
-    """A figure of some methods over a number."""
-    return Curve(label=label, x=x, y=[IntervalEstimate.of(figure(method)) for method in methods], dashed=dashed)
 
 
 class Figures:

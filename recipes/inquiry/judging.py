@@ -24,7 +24,7 @@ class Inquiry:
 
     Attributes:
         recipe: Its name.
-        findings: Tables, panels and claims of the figures.
+        findings: Tables and claims of the figures.
         lengths: Methods that tell what one more draft token takes; see `Figures`.
     """
 

@@ -30,7 +30,7 @@ METHODS = {
 SMALL: dict[str, Any] = {"threads": 1, "dtype": "float32"}
 """What is cheap on every CPU."""
 PHASES = ("pilot", "counted")
-FILES = {"rows.jsonl", "table.md", "plot.svg", "claims.json", "circumstances.json", "report.html"}
+FILES = {"rows.jsonl", "table.md", "claims.json", "circumstances.json", "report.html"}
 
 
 def known(family: catalog.Family, text: str) -> None:
@@ -73,7 +73,7 @@ def test_block_efficiency_leaves_out_steps_that_the_end_cuts(tmp_path):
 def test_block_gain_writes_its_folder(tmp_path):
     setting = Setting(out=tmp_path / "clock", num_prompts=1, max_new_tokens=40, **SMALL)
     assert block_gain.INQUIRY.run(setting, clock=True) == []
-    assert {path.name for path in setting.out.iterdir()} == FILES - {"claims.json", "plot.svg"}
+    assert {path.name for path in setting.out.iterdir()} == FILES - {"claims.json"}
     rows = [json.loads(line) for line in (setting.out / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == len(block_gain.METHODS)
     assert all(0 <= row["accepted"] <= row["drafted"] for row in rows)

@@ -61,7 +61,6 @@ def test_the_quick_form_compares_both_draft_models_on_every_request(data, tmp_pa
     claims = json.loads((tmp_path / "out" / "claims.json").read_text())
     assert len(claims) == 2 * 3 * 2
     assert {claim["paper_value"] for claim in claims} == {online.PUBLISHED}
-    assert (tmp_path / "out" / "plot.svg").stat().st_size > 1000
     assert "| python |" in (tmp_path / "out" / "table.md").read_text()
 
 
