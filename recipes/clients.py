@@ -187,7 +187,7 @@ def main(
     out: options.Out = None,
 ) -> None:
     """Try foreign clients against a server."""
-    names = [name.strip() for name in only.split(",") if name.strip()]
+    names = options.words(only)
     for name in names:
         if name not in CLIENTS:
             raise unknown("client", name, CLIENTS)

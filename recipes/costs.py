@@ -178,9 +178,8 @@ class Plan:
     threads: options.Threads = 2
 
     def __post_init__(self) -> None:
-        for option, names, known in (("--parts", self.parts, PARTS), ("--dtypes", self.dtypes, DTYPES)):
-            if wrong := [name for name in options.words(names) if name not in known]:
-                raise InputError(f"{option} must be of {', '.join(known)}, with commas between them, got {wrong[0]!r}")
+        options.words(self.parts, "--parts", PARTS)
+        options.words(self.dtypes, "--dtypes", DTYPES)
         if self.warmup > self.requests:
             raise InputError(f"warmup must be <= the number of requests, {self.requests}, got {self.warmup}")
         for place in (self.target, self.draft):

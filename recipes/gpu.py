@@ -578,7 +578,7 @@ def main(
     parts: Annotated[str, typer.Option(help="Parts to run, with commas between them; by default all.")] = "",
 ) -> None:
     """Check and measure on a GPU."""
-    run(out, rehearse=rehearse, parts=[part.strip() for part in parts.split(",") if part.strip()])
+    run(out, rehearse=rehearse, parts=options.words(parts))
 
 
 def go(name: str, scale: str) -> None:

@@ -42,7 +42,7 @@ from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workloads.workload import PROMPTS
-from outrider.core.types import InputError, Sampling
+from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.output import Update
 from outrider.host import remembered
@@ -368,9 +368,7 @@ def main(
     """Measure the default settings beside plain decoding and every fixed length, in fresh processes."""
     given = {**locals(), "target": None if target is None else Path(target).name}
     counts, warmths = options.whole_numbers("--requests", requests), options.numbers("--temperatures", temperatures)
-    named = Label.each(name.strip() for name in states.split(","))
-    if wrong := [state.name for state in named if state.name not in STATES]:
-        raise InputError(f"--states must be {' or '.join(STATES)}, with commas between them, got {wrong[0]!r}")
+    named = Label.each(options.words(states, "--states", STATES))
     cells = cells_of(warmths, counts)
     with folder(out, "never_loses", given) as place, tempfile.TemporaryDirectory() as scratch:
         common = {

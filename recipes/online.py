@@ -98,7 +98,7 @@ class Stream:
     @property
     def names(self) -> list[str]:
         """Names of the domains."""
-        return [name.strip() for name in self.domains.split(",")]
+        return options.words(self.domains)
 
     @property
     def place(self) -> str:

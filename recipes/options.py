@@ -116,14 +116,23 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def words(text: str) -> list[str]:
+def words(text: str, option: str = "", known: Collection[str] | None = None) -> list[str]:
     """The words of an option that takes several.
 
+    Args:
+        known: What it takes; None takes anything.
+
+    Raises:
+        InputError: A word is not known.
+
     Example:
-        >>> words("empty, kept")
+        >>> words("empty, kept", "--states", ("empty", "kept"))
         ['empty', 'kept']
     """
-    return [part.strip() for part in text.split(",") if part.strip()]
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if known is not None and (wrong := [word for word in found if word not in known]):
+        raise InputError(f"{option} must be of {', '.join(known)}, with commas between them, got {wrong[0]!r}")
+    return found
 
 
 def numbers(option: str, text: str) -> tuple[float, ...]:

@@ -34,7 +34,6 @@ from outrider.bench.folder import Folder, folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workloads.workload import PROMPTS
-from outrider.core.inputs import InputError
 from outrider.core.types import Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.engine.engine import Engine
@@ -211,11 +210,8 @@ def main(
 ) -> Mapping[str, Any]:
     """Measure what the server adds to its engine, and its rate beside vLLM's server."""
     given = {**locals(), "target": target and Path(target).name, "vllm_python": vllm_python is not None}
-    jobs = Label.each(name.strip() for name in ways.split(","))
-    modes = [name.strip() for name in vllm_modes.split(",")] if vllm_python is not None else []
-    for what, names, known in (("--ways", [j.name for j in jobs], WAYS), ("--vllm-modes", modes, VLLM_MODES)):
-        if wrong := [name for name in names if name not in known]:
-            raise InputError(f"{what} must be of {', '.join(known)}, with commas between them, got {wrong[0]!r}")
+    jobs = Label.each(options.words(ways, "--ways", WAYS))
+    modes = options.words(vllm_modes, "--vllm-modes", VLLM_MODES) if vllm_python is not None else []
     counts = Label.each(options.whole_numbers("--levels", levels), "{} at once") if levels else []
     common = {"dtype": dtype, "target": target}
     prompts = [each["prompt"] for each in requests_of(PROMPTS, batch)]
