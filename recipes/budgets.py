@@ -117,7 +117,7 @@ class Family:
     """Ways to draft of one kind, and the names of the methods by verifier. The first verifier picks the shape.
 
     Attributes:
-        chosen: Whether the trees are chosen rather than drawn; an extra in the plot.
+        chosen: Whether the trees are chosen rather than drawn.
     """
 
     name: str
@@ -174,15 +174,12 @@ def candidates(family: Family, budget: int, temperature: float) -> list[Method]:
     return [replace(m, name=f"{m.name} {m.labels['shape']}") for m in made]
 
 
-def findings(
-    figures: Figures, methods: Sequence[Method], budgets: Sequence[int], families: Sequence[Family]
-) -> Findings:
+def findings(figures: Figures, methods: Sequence[Method], budgets: Sequence[int]) -> Findings:
     """The table and the claims."""
     ordered = sorted(methods, key=lambda m: m.labels["budget"])
     lines = [[m.labels["budget"], m.labels["way"], m.labels["shape"], *figures.cells(m.name)[1:]] for m in ordered]
     head = ("budget", "method", "shape", "nodes per step", *HEAD[2:])
-    found = claims(figures, methods, budgets)
-    return Findings(tables=[Table(head=head, lines=lines)], claims=found)
+    return Findings(tables=[Table(head=head, lines=lines)], claims=claims(figures, methods, budgets))
 
 
 COMPARISONS = (
@@ -285,7 +282,7 @@ def run(
             raise nothing_whole(place)
         figures = Figures(methods, rows, times)
         place.keep("sums.jsonl", figures.rows)
-        found = findings(figures, methods, budgets, families)
+        found = findings(figures, methods, budgets)
         return place.finish(replace(found, text=about(setting, times, figures.sums.num_prompts)))
 
 
