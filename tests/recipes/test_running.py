@@ -11,6 +11,7 @@ import typer
 from outrider.core.types import InputError
 from recipes import options
 from recipes.__main__ import command, main, recipes, with_quick
+from recipes.fresh import row_of
 from recipes.inquiry.trial import Setting
 
 NAMES = list(recipes())
@@ -99,3 +100,16 @@ def test_a_package_that_is_missing_gets_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "recipes.audit", None)
     with pytest.raises(InputError, match=r"this recipe needs .*install the extras"):
         command("audit", [])
+
+
+def test_a_fresh_process_prints_its_row_last_and_its_failure_is_told():
+    said = "import json, os; print('loading'); print(json.dumps([os.environ[n] for n in ('OMP_NUM_THREADS', 'MORE')]))"
+    assert row_of(["-c", said], 3, MORE="yes") == ["3", "yes"]
+    with pytest.raises(RuntimeError, match="no such thing"):
+        row_of(["-c", "raise SystemExit('no such thing')"])
+
+
+def test_an_unknown_word_of_an_option_is_named():
+    assert options.words("b, a") == ["b", "a"]
+    with pytest.raises(InputError, match="--states must be of empty, kept, with commas between them, got 'warm'"):
+        options.words("empty, warm", "--states", ("empty", "kept"))
