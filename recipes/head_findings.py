@@ -1,6 +1,7 @@
 """Tables, plots and claims of the recipe `heads`."""
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -11,11 +12,14 @@ from jaxtyping import Float
 from outrider.bench.evidence import IntervalEstimate, Row, Sums
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Claim, Findings, Table
+from outrider.bench.speedup import rate, speedup
 from recipes.head_plan import CHAIN, DYNAMIC, LATTICE, set_of
-from recipes.head_runs import PLAIN, best_other, common, drafts_of, folded, told
 from recipes.inquiry.papers import Paper, gain
 from recipes.trained import DEPTH, TEMPERATURES, Contrast, efficiency, of
 
+PLAIN = "plain"
+OF_STEPS = ("free_tokens", "free_steps", "later_steps")
+"""Counts of the steps of a run that has room for whole drafts."""
 EAGLE3 = Paper(name="Li et al. 2025, EAGLE-3", url="https://arxiv.org/abs/2503.01840")
 POSS = Paper(name="Huang et al. 2025, PosS", url="https://arxiv.org/abs/2506.03566")
 GRIFFIN = Paper(name="Hu et al. 2025, GRIFFIN", url="https://arxiv.org/abs/2502.11018")
@@ -211,6 +215,92 @@ def _of_runs(contrast: OfHeads, rows: Sequence[Row], temperature: int) -> Claim 
 def _claim(contrast: OfHeads, sums: Sums, found: IntervalEstimate, temperature: int) -> Claim:
     rests_on = [" ".join(side) for side in contrast.sides]
     return contrast.claim(found, temperature, sums.num_prompts, UNITS[contrast.measure], rests_on)
+
+
+def at(rows: Sequence[Row], draft: str, temperature: int) -> list[Row]:
+    """The runs of a draft at a temperature."""
+    return [row for row in rows if (row["draft"], row["temperature"]) == (draft, temperature)]
+
+
+def drafts_of(rows: Sequence[Row]) -> list[str]:
+    """What the runs of a head drafted, plain decoding left out; the chain first."""
+    return sorted({row["draft"] for row in rows} - {PLAIN}, key=lambda name: (name != CHAIN, name))
+
+
+def folded(rows: Sequence[Row]) -> list[Row]:
+    """One row for each prompt and seed of a draft at a temperature: sums of counts, and seconds by the median round."""
+    found: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["draft"], row["temperature"], row["prompt"], row["seed"]), []).append(row)
+    made = []
+    for own in found.values():
+        tokens = sum(row["tokens"] for row in own)
+        seconds = tokens * statistics.median(row["seconds"] / row["tokens"] for row in own)
+        sums = {name: sum(row[name] for row in own) for name in OF_STEPS}
+        made.append({**own[0], **sums, "tokens": tokens, "seconds": seconds})
+    return made
+
+
+def common(rows: Sequence[Row], methods: Collection[str]) -> list[Row]:
+    """The rows of some methods, on the seeds and the prompts that all of them have; none where one has no rows.
+
+    Example:
+        >>> rows = [{"method": m, "seed": s, "prompt": "x"} for m, s in (("a", 0), ("a", 1), ("b", 0))]
+        >>> [(row["method"], row["seed"]) for row in common(rows, ("a", "b"))]
+        [('a', 0), ('b', 0)]
+    """
+    units = {method: {(r["prompt"], r["seed"]) for r in rows if r["method"] == method} for method in methods}
+    seeds = set.intersection(*({seed for _, seed in own} for own in units.values()))
+    have = [{prompt for prompt, _ in own if {(prompt, seed) for seed in seeds} <= own} for own in units.values()]
+    prompts = set.intersection(*have) if seeds else set()
+    return [r for r in rows if r["method"] in units and r["prompt"] in prompts and r["seed"] in seeds]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """What the runs of one draft say, at one temperature.
+
+    Attributes:
+        efficiency: Tokens per step, over the steps that have room for a whole draft; its interval is over prompts and
+            seeds.
+        speedup: Over plain decoding, with an interval over prompts.
+        draft_cost: Seconds of drafting in a step, over those of the target's forward in a plain step.
+        rate: Tokens per second.
+    """
+
+    efficiency: IntervalEstimate
+    speedup: IntervalEstimate
+    draft_cost: float
+    rate: float
+
+
+def told(rows: Sequence[Row], draft: str, temperature: int) -> Decoded | None:
+    """The figures of a draft; None if it has no runs."""
+    some = [{**row, "method": row["draft"]} for row in rows if row["temperature"] == temperature]
+    both = common(some, (draft, PLAIN))
+    ours, plain = ([row for row in both if row["draft"] == name] for name in (draft, PLAIN))
+    faster = speedup(ours, plain, sorted({row["prompt"] for row in both}))
+    if faster is None:
+        return None
+    return Decoded(
+        efficiency=IntervalEstimate.of(Sums(folded(ours), crossed=True).efficiency(draft)),
+        speedup=faster,
+        draft_cost=per_step(ours, "drafter_seconds") / per_step(plain, "target_seconds"),
+        rate=rate(ours),
+    )
+
+
+def per_step(rows: Sequence[Row], name: str) -> float:
+    """Seconds of a part in a step: the median over runs."""
+    each = [row[name] / row["later_steps"] for row in rows if row["later_steps"]]
+    return float(np.median(each)) if each else float("nan")
+
+
+def best_other(rows: Sequence[Row], temperature: int) -> str | None:
+    """The draft beside the chain with the most tokens per second; None if there is none."""
+    some = [row for row in rows if row["temperature"] == temperature]
+    rates = {draft: rate(at(some, draft, temperature)) for draft in drafts_of(some) if draft != CHAIN}
+    return max(rates, key=rates.__getitem__) if rates else None
 
 
 PHASES = ("trained", "made", "decoded")

@@ -17,7 +17,7 @@ GPU was at hand.
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,21 +25,25 @@ from typing import Annotated, Any
 import typer
 from filelock import FileLock
 
+import outrider
 from outrider.bench.circumstances import shown
 from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder, read_record, read_rows
-from outrider.bench.turns import Turn
+from outrider.bench.turns import Turn, turns
 from outrider.core.progress import ProgressTask, task
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.heads.objective import HeadObjective
+from outrider.lm.forwards.packed import uncompiled
+from outrider.lm.hf.open import DTYPES, open_model, open_tokenizer
 from outrider.training.data.capture import capture
 from outrider.training.data.shards import Captured, Contents
 from outrider.training.loop import steps as loop
 from recipes import options, trained
-from recipes.head_findings import findings
+from recipes.head_findings import OF_STEPS, PLAIN, findings
 from recipes.head_plan import HEADS, Head, Plan, all_taps, chosen_heads
-from recipes.head_runs import Decoder, decode
+from recipes.runs import Conditions, PromptBatch, as_row, on_engine
+from recipes.stand_in import stand_in
 from recipes.trained import DEPTH, TEMPERATURES, Seed, Way, learnt, of
 
 QUICK = trained.QUICK | {
@@ -52,6 +56,93 @@ QUICK = trained.QUICK | {
 }
 SAVE_EVERY = 50
 """Steps between checkpoints."""
+
+
+KEPT = ("prompt", "category", "tokens", "steps", "seconds", "drafted", "accepted", "digest")
+"""What is kept of a run's row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What a head drafts, with one trained seed, at a temperature.
+
+    Attributes:
+        draft: `PLAIN` drafts nothing.
+    """
+
+    draft: str
+    seed: int
+    temperature: int
+
+    @property
+    def name(self) -> str:
+        """Unique among the kinds of a head."""
+        return f"{self.draft}, T {self.temperature}, seed {self.seed}"
+
+
+class Decoder:
+    """A target, loaded once for the engines of all heads."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.tokenizer = plan, open_tokenizer(plan.target)
+        if plan.stand_in:
+            self.model = stand_in() if plan.dtype == "auto" else stand_in().to(DTYPES[plan.dtype])
+        else:
+            self.model = open_model(plan.target, dtype=plan.dtype, device=plan.device)
+        self._forward = "compiled" if plan.compiled else uncompiled(self.model)
+        self.plain = self.load(drafter="none", length="fixed:1")
+
+    def load(self, **parts: object) -> outrider.Engine:
+        """An engine over the target that has run once."""
+        more = {"tokenizer": self.tokenizer, "forward": self._forward, "max_slots": 1}
+        engine = outrider.load(self.model, **more, **parts)  # type: ignore[arg-type]
+        engine.generate(["Once upon a time"], max_new_tokens=2 * DEPTH)
+        engine.rest()
+        return engine
+
+    def engines(self, head: Head, place: Path) -> dict[str, outrider.Engine]:
+        """The engines of a trained head, by what they draft. They share its weights."""
+        drafter: object = head.spec(place)
+        found = {PLAIN: self.plain}
+        for draft in head.drafts(self.plan.stand_in):
+            engine = self.load(drafter=drafter, tree=draft.tree, length=f"fixed:{draft.depth}")
+            found[draft.name], drafter = engine, engine.parts.drafter
+        return found
+
+
+def decode(place: Folder, head: Head, folders: Mapping[int, Path], decoder: Decoder) -> None:
+    """All drafts of a head take turns with plain decoding, on every prompt and with every trained seed.
+
+    Args:
+        folders: The trained heads by their seeds.
+    """
+    plan = decoder.plan
+    drafts = [PLAIN, *(draft.name for draft in head.drafts(plan.stand_in))]
+    kinds = [Kind(draft=draft, seed=seed, temperature=t) for seed in folders for t in TEMPERATURES for draft in drafts]
+    jobs = [
+        PromptBatch(questions=(question,))
+        for file in plan.prompts
+        for question in plan.questions(decoder.plain, file, plan.timed_prompts)
+    ]
+    loaded: dict[int, dict[str, outrider.Engine]] = {}
+
+    def one(turn: Turn[Kind, PromptBatch]) -> Row:
+        seed = turn.way.seed
+        if seed not in loaded:
+            loaded[seed] = decoder.engines(head, folders[seed])
+        return _run(loaded[seed][turn.way.draft], turn.way, turn.job, plan, turn.round)
+
+    place.take("decoded", turns(kinds, jobs, rounds=plan.rounds), one)
+
+
+def _run(engine: outrider.Engine, kind: Kind, job: PromptBatch, plan: Plan, round_: int) -> Row:
+    """A run, as a row. Its draws are those of the head's seed and the round."""
+    conditions = Conditions(max_new_tokens=plan.max_new_tokens, temperature=float(kind.temperature))
+    own = PromptBatch(questions=job.questions, seed=1 + kind.seed + 100 * round_)
+    row = as_row(on_engine(engine, own, conditions), kind.draft, own, conditions, deepest=DEPTH)
+    parts = {f"{part}_seconds": row["profile"][part] for part in ("target", "drafter")}
+    kept = {name: row[name] for name in (*KEPT, *OF_STEPS)}
+    return {"draft": kind.draft, "seed": kind.seed, "temperature": kind.temperature, **kept, **parts}
 
 
 class Making:

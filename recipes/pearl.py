@@ -143,7 +143,7 @@ def _claims(sums: Sums, lengths: Sequence[int], t: float) -> list[Claim]:
     ]
 
 
-@options.with_fields(Setting, without=("threads", "dtype", "as_is"), num_prompts=16)
+@options.with_fields(Setting, without=("threads", "as_is"), num_prompts=16)
 def main(
     setting: Setting,
     lengths: Annotated[str, typer.Option(help="Draft lengths, with commas.")] = ",".join(map(str, LENGTHS)),

@@ -215,7 +215,7 @@ def test_marginals_writes_its_folder(tmp_path):
 
 
 def test_pearl_measures_both_clocks_and_says_whether_overlapping_pays(tmp_path):
-    found = pearl.main(out=tmp_path, num_prompts=1, max_new_tokens=8, lengths="2")
+    found = pearl.main(out=tmp_path, num_prompts=1, max_new_tokens=8, dtype="float32", lengths="2")
     assert {path.name for path in tmp_path.iterdir()} == FILES
     assert len(found) == 6
     rows = {row["method"]: row for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())}

@@ -11,9 +11,8 @@ from outrider.embedded import EMBEDDED_TARGET
 from outrider.lm.hf.open import open_model
 from recipes import trained
 from recipes.__main__ import main
-from recipes.head_findings import OfHead, claims
+from recipes.head_findings import PLAIN, OfHead, best_other, claims, common, folded, told
 from recipes.head_plan import CHAIN, DYNAMIC, HEADS, all_taps, chosen_heads
-from recipes.head_runs import PLAIN, best_other, common, folded, told
 from recipes.trained import DEPTH, of
 from tests.recipes.test_trained import TEXT
 
