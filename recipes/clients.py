@@ -129,7 +129,7 @@ def tried(client: Client, url: str, environments: Path, arguments: tuple[str, ..
     except CannotMake as error:
         return Outcome(client=client.title, version="", did=(), error=str(error), installed=False)
     target = (str(EMBEDDED_TARGET),) if client.reads_weights else ()
-    command = [str(python), "-m", f"recipes.client_programs.{client.program}", url, *target, *arguments]
+    command = [str(python), "-m", "recipes.client_programs", client.program, url, *target, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=_variables(), capture_output=True, text=True, errors="replace")
     version, did = "", list[str]()
     for line in done.stdout.splitlines():

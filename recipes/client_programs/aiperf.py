@@ -1,7 +1,6 @@
 """AIPerf: a short load of streamed chats and one of completions; its report has a section on speculative decoding."""
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -30,7 +29,3 @@ def main(url: str, target: str) -> None:
         speculative = sorted(name for name in found if "accept" in name or "spec" in name)
         must(speculative and "pec" in printed, f"{kind}: a section on speculation", (sorted(found), printed[-1500:]))
         told(f"{kind}: speculation in its report", ", ".join(speculative))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])

@@ -1,6 +1,5 @@
 """The command-line programs of the packages `openai` and `anthropic`, and the clients that they are made of."""
 
-import sys
 from typing import Any
 
 import anthropic
@@ -43,7 +42,3 @@ def main(url: str) -> None:
     responses = openai.OpenAI(base_url=f"{url}/v1", api_key="none").responses
     must(responses.create(model=MODEL, input=QUESTION, max_output_tokens=24).output_text, "a response has text")
     told("openai: responses")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,7 +1,6 @@
 """curl: what the documentation shows, with headers, a stream, and a wrong body."""
 
 import json
-import sys
 
 from recipes.client_programs.steps import CHAT, MODEL, command, must, told
 
@@ -36,7 +35,3 @@ def main(url: str) -> None:
     metrics = command(*QUIET, "--fail", f"{url}/metrics")
     must("vllm:spec_decode_num_drafts_total" in metrics, "metrics count drafts", metrics[:200])
     told("metrics")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,7 +1,6 @@
 """GuideLLM: a short load of streamed chats and one of completions, whose report it reads."""
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -28,7 +27,3 @@ def main(url: str, target: str) -> None:
         first = run["metrics"]["time_to_first_token_ms"]["successful"]["count"]
         must(first == REQUESTS, f"{kind}: every stream has a first token", first)
         told(f"{kind}, streamed, 4 at once", f"{totals['successful']} of {REQUESTS} requests")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])

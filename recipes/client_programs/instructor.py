@@ -1,19 +1,10 @@
 """instructor: a pydantic class as the answer, by tools and by a schema."""
 
-import sys
-
 import instructor
 import openai
-from pydantic import BaseModel, Field
 
+from recipes.client_programs.person import Person
 from recipes.client_programs.steps import CHAT, MODEL, must, told, uses
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str = Field(max_length=12)
-    age: int = Field(ge=0, le=99)
 
 
 def main(url: str) -> None:
@@ -34,7 +25,3 @@ def main(url: str) -> None:
         person = patched.chat.completions.create(response_model=Person, max_retries=0, **asked)
         must(isinstance(person, Person), f"{mode} gives a person", person)
         told(f"{mode.name} mode", person)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,18 +1,9 @@
 """langchain-openai: chats, streams, tools, schemas, and responses."""
 
-import sys
-
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel, Field
 
+from recipes.client_programs.person import Person
 from recipes.client_programs.steps import MODEL, must, told, uses
-
-
-class Person(BaseModel):
-    """Note a person."""
-
-    name: str = Field(max_length=12)
-    age: int = Field(ge=0, le=99)
 
 
 def main(url: str) -> None:
@@ -44,7 +35,3 @@ def main(url: str) -> None:
     completed = OpenAI(max_tokens=16, **ours).invoke("Once upon a time")
     must(completed, "a completion has text", completed)
     told("completion")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

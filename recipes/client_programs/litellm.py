@@ -1,7 +1,6 @@
 """LiteLLM: chats, a stream, a tool call and a schema, by its OpenAI route, and messages by its Anthropic route."""
 
 import json
-import sys
 
 import litellm
 
@@ -47,7 +46,3 @@ def main(url: str) -> None:
     message = litellm.completion(messages=CHAT, temperature=0, **anthropic)
     must(message.choices[0].message.content == text, "messages have the text of the chat", message)
     told("messages, by its Anthropic route")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -5,7 +5,6 @@ those of transformers, and all log-likelihoods up to rounding.
 """
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -124,7 +123,3 @@ def compare(served: dict[str, Any], direct: dict[str, Any], how: str) -> None:
     must(count == 5 * len(LINES) and widest < CLOSE, f"{how}: log-likelihoods as transformers", (count, widest))
     score = direct["results"]["outrider_choice"]["acc,none"]
     told(how, f"{count} log-likelihoods equal up to {widest:.1e}, acc {score:g}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])

@@ -1,7 +1,6 @@
 """openai-agents: an agent by responses and by chats, its stream, a tool that it calls, and a pydantic class."""
 
 import asyncio
-import sys
 from typing import Annotated
 
 import openai
@@ -14,17 +13,10 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from pydantic import BaseModel, Field
+from pydantic import Field
 
+from recipes.client_programs.person import Person
 from recipes.client_programs.steps import MODEL, must, told, uses
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str = Field(max_length=12)
-    age: int = Field(ge=0, le=99)
-
 
 CALLED: list[int] = []
 
@@ -76,7 +68,3 @@ def main(url: str) -> None:
     uses("openai-agents")
     set_tracing_disabled(True)
     asyncio.run(tried(url))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,21 +1,13 @@
 """pydantic-ai: an agent that answers, streams, calls a tool and gives a pydantic class, by chats and by responses."""
 
 import asyncio
-import sys
 
-from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
+from recipes.client_programs.person import Person
 from recipes.client_programs.steps import MODEL, must, told, uses
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str = Field(max_length=12)
-    age: int = Field(ge=0, le=99)
 
 
 async def tried(url: str) -> None:
@@ -45,7 +37,3 @@ def main(url: str) -> None:
     """Try it against a server."""
     uses("pydantic-ai-slim")
     asyncio.run(tried(url))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -4,7 +4,6 @@ No answer may be an error of the server, and every status and content type must 
 """
 
 import re
-import sys
 import tempfile
 from pathlib import Path
 
@@ -57,7 +56,3 @@ def main(url: str, target: str, examples: str = "40") -> None:
     cases = re.search(r"(\d[\d,]*) generated", printed)
     made_all = f"; {cases[1]} requests" if cases else ""
     told(f"coverage and fuzzing: {most} of {most} operations{made_all}", printed[-200:])
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -34,7 +34,3 @@ def main(url: str, target: str) -> None:
             drafts = re.search(r"Acceptance length:\s+([\d.]+)", printed)
             must(drafts, f"{backend}: acceptance of drafts", printed[-2500:])
             told(f"{backend}: acceptance length", drafts[1] if drafts else "")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
