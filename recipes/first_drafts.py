@@ -5,13 +5,8 @@ each, and with costs that earlier processes kept, with each number of threads. W
 pair. It counts the processes that drafted, so a busy machine does no harm.
 """
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -21,42 +16,18 @@ from outrider.bench.evidence import Row
 from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
-from outrider.core.types import InputError
 from recipes import options
-from recipes.startup import ROOT
+from recipes.fresh import row_of
+from recipes.label import Label
 
 CACHES = ("empty", "kept")
 PROMPT = "def quicksort(arr):"
 QUICK = {"processes": 1, "threads": "1", "caches": "empty", "max_new_tokens": 16}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cache:
-    """What earlier processes left: `empty` or `kept`."""
-
-    name: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Threads:
-    """Threads of a process."""
-
-    count: int
-
-    @property
-    def name(self) -> str:
-        """Unique among the numbers."""
-        return f"{self.count} threads"
-
-
 def answered(command: Sequence[str], threads: int, cache: str) -> Row:
     """What a fresh process drafted."""
-    around = os.environ | {"OMP_NUM_THREADS": str(threads), "OUTRIDER_CACHE": cache, "HF_HUB_OFFLINE": "1"}
-    around["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, cwd=ROOT, env=around, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"a process failed: {done.stderr[-2000:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = row_of(command, threads, OUTRIDER_CACHE=cache)
     names = ("num_steps", "num_draft_tokens", "num_accepted_tokens")
     return {name: found[name] for name in names} | {"why": found.get("why_few_drafts", "")}
 
@@ -77,40 +48,6 @@ def findings(rows: Sequence[Row]) -> Findings:
     return Findings(tables=[Table(head=head, lines=lines)], text=text)
 
 
-def run(
-    out: Path | None,
-    *,
-    target: str | None = None,
-    drafter: str | None = None,
-    prompt: str = PROMPT,
-    max_new_tokens: int = 64,
-    temperature: float = 0.0,
-    processes: int = 10,
-    threads: str = "1,2",
-    caches: str = "empty,kept",
-) -> list[Row]:
-    """Run the processes and write; returns a row per process."""
-    given = {**locals(), "target": None if target is None else Path(target).name}
-    named = [Cache(name=name.strip()) for name in caches.split(",")]
-    if wrong := [cache.name for cache in named if cache.name not in CACHES]:
-        raise InputError(f"--caches must be {' or '.join(CACHES)}, with commas between them, got {wrong[0]!r}")
-    command = [sys.executable, "-m", "outrider", "generate", "--json", "--prompt", prompt]
-    command += ["--temperature", f"{temperature:g}", "--max-new-tokens", str(max_new_tokens)]
-    for option, value in (("--target", target), ("--drafter", drafter)):
-        command += [] if value is None else [option, value]
-    with folder(out, "first_drafts", given) as place, tempfile.TemporaryDirectory() as kept:
-
-        def made(turn: Turn[Cache, Threads]) -> Row:
-            head = {"threads": turn.job.count, "cache": turn.way.name}
-            with tempfile.TemporaryDirectory() as empty:
-                return head | answered(command, turn.job.count, kept if turn.way.name == "kept" else empty)
-
-        jobs = [Threads(count=count) for count in options.whole_numbers("--threads", threads)]
-        rows = place.take("processes", turns(named, jobs, rounds=processes), made)
-        place.finish(findings(rows))
-        return rows
-
-
 def main(
     out: options.Out = None,
     target: options.Target = None,
@@ -121,16 +58,22 @@ def main(
     processes: Annotated[int, typer.Option(min=1, help="Fresh processes of each kind.")] = 10,
     threads: Annotated[str, typer.Option(help="Numbers of threads.")] = "1,2",
     caches: Annotated[str, typer.Option(help="What earlier processes left: empty, kept.")] = "empty,kept",
-) -> None:
+) -> list[Row]:
     """Count the fresh processes of which the first command drafts."""
-    run(
-        out,
-        target=target,
-        drafter=drafter,
-        prompt=prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        processes=processes,
-        threads=threads,
-        caches=caches,
-    )
+    given = {**locals(), "target": None if target is None else Path(target).name}
+    named = Label.each(options.words(caches, "--caches", CACHES))
+    command = ["-m", "outrider", "generate", "--json", "--prompt", prompt]
+    command += ["--temperature", f"{temperature:g}", "--max-new-tokens", str(max_new_tokens)]
+    for option, value in (("--target", target), ("--drafter", drafter)):
+        command += [] if value is None else [option, value]
+    with folder(out, "first_drafts", given) as place, tempfile.TemporaryDirectory() as kept:
+
+        def made(turn: Turn[Label, Label]) -> Row:
+            head = {"threads": turn.job.value, "cache": turn.way.name}
+            with tempfile.TemporaryDirectory() as empty:
+                return head | answered(command, turn.job.value, kept if turn.way.name == "kept" else empty)
+
+        jobs = Label.each(options.whole_numbers("--threads", threads), "{} threads")
+        rows = place.take("processes", turns(named, jobs, rounds=processes), made)
+        place.finish(findings(rows))
+        return rows

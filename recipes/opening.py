@@ -9,10 +9,6 @@ way opens the models once before the first round, so that the cache is warm. The
 `outrider prepare` with the same models before, or compiled forwards are made in the warm-up.
 """
 
-import json
-import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,8 +20,11 @@ from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
 from outrider.core.progress import task
+from outrider.embedded import EMBEDDED_TARGET
 from recipes import options
-from recipes.memory import ASSETS, Process
+from recipes.fresh import row_of
+from recipes.label import Label
+from recipes.quartiles import extremes
 
 BARE, READING, DEFAULT = "from_pretrained", "from_pretrained and tokenizers", "default"
 WAYS = (BARE, READING, "eager", "packed", "compiled", DEFAULT)
@@ -76,12 +75,7 @@ QUICK = {"rounds": 1, "ways": "eager"}
 
 def opened(way: str, target: Path, draft: Path | None, threads: int) -> dict[str, Any]:
     """Seconds, and bytes above the imports, of one way in a fresh process."""
-    command = [sys.executable, "-c", PROGRAM, way, str(target), str(draft or ""), str(threads)]
-    done = subprocess.run(command, cwd=ASSETS.parent.parent, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{way} failed: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return row_of(["-c", PROGRAM, way, target, str(draft or ""), str(threads)])
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, dict[str, IntervalEstimate]]:
@@ -91,11 +85,11 @@ def summarise(rows: Sequence[Row]) -> dict[str, dict[str, IntervalEstimate]]:
     for way in dict.fromkeys(row["way"] for row in rows):
         own = [row for row in rows if row["way"] == way]
         found[way] = {
-            "seconds": _spread([row["seconds"] for row in own]),
-            "ratio": _spread([row["seconds"] / bare[row["round"]] for row in own]),
-            "with tokenizers": _spread([row["seconds"] / reading[row["round"]] for row in own]),
+            "seconds": extremes([row["seconds"] for row in own]),
+            "ratio": extremes([row["seconds"] / bare[row["round"]] for row in own]),
+            "with tokenizers": extremes([row["seconds"] / reading[row["round"]] for row in own]),
             **{
-                f"{when} {kind}": _spread([row[f"{when} {name}"] / row["weights"] for row in own])
+                f"{when} {kind}": extremes([row[f"{when} {name}"] / row["weights"] for row in own])
                 for when in ("loaded", "worked")
                 for kind, name in (("resident", "VmRSS"), ("anonymous", "RssAnon"))
             },
@@ -103,27 +97,23 @@ def summarise(rows: Sequence[Row]) -> dict[str, dict[str, IntervalEstimate]]:
     return found
 
 
-def _spread(values: Sequence[float]) -> IntervalEstimate:
-    return IntervalEstimate(value=statistics.median(values), low=min(values), high=max(values))
-
-
 def main(
     out: options.Out = None,
-    target: Annotated[Path, typer.Option(help="Directory of the target.")] = ASSETS / "target",
+    target: Annotated[Path, typer.Option(help="Directory of the target.")] = EMBEDDED_TARGET,
     draft: Annotated[Path | None, typer.Option(help="Directory of a draft model; none by default.")] = None,
     ways: Annotated[str, typer.Option(help="Which ways, with commas between them.")] = ",".join(WAYS),
     rounds: options.Rounds = 5,
     threads: options.Threads = 2,
 ) -> None:
     """Measure seconds and memory of opening a model, over those of from_pretrained and of the weights."""
-    chosen = [Process(name=way) for way in dict.fromkeys([BARE, READING, *ways.split(",")])]
+    chosen = Label.each(dict.fromkeys([BARE, READING, *options.words(ways)]))
     with folder(out, "opening", {"target": target, "draft": draft, "rounds": rounds, "threads": threads}) as place:
         with task("warm-up", len(chosen), "runs") as bar:
             for way in chosen:
                 opened(way.name, target, draft, threads)
                 bar.advance()
 
-        def one(turn: Turn[Process, Process]) -> Row:
+        def one(turn: Turn[Label, Label]) -> Row:
             return {"way": turn.way.name, **opened(turn.way.name, target, draft, threads)}
 
         rows = place.take("measured", turns(chosen, chosen[:1], rounds=rounds), one)

@@ -1,3 +1,0 @@
-"""Where fresh processes run."""
-
-from recipes.fresh import ROOT as ROOT
