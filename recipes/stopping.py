@@ -35,6 +35,7 @@ def name(length: int | str, temperature: float) -> str:
 
 def methods(lengths: Sequence[int] = LENGTHS, stoppers: Sequence[str] = tuple(STOPPERS)) -> list[Method]:
     """Static lengths and rules, at both temperatures."""
+    ways: list[int | str] = [*lengths, *stoppers]
     return [
         Method(
             name=name(length, t),
@@ -43,7 +44,7 @@ def methods(lengths: Sequence[int] = LENGTHS, stoppers: Sequence[str] = tuple(ST
             deepest=LONGEST,
         )
         for t in TEMPERATURES
-        for length in (*lengths, *stoppers)
+        for length in ways
     ]
 
 
