@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.core import files
 from outrider.core.inputs import InputError, parse_json, shown, text_of, unknown, whole
+from outrider.core.option import bounds_of, option
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,9 @@ else:
     # What cannot be written down. torch and transformers are imported when a model is loaded, not before.
     PreTrainedModel = PreTrainedTokenizerBase = object
     torch = SimpleNamespace(device=object, dtype=object)
+
+DRAFTING, MODEL, SPEED = "Drafting", "Model", "Speed, memory"
+"""Headings in the help."""
 
 
 @dataclass(frozen=True)
@@ -86,35 +90,35 @@ class Setup:
         outrider.core.inputs.InputError: max_slots must be a whole number, got 'many'
     """
 
-    target: str | os.PathLike[str] | PreTrainedModel | None = None
+    target: str | os.PathLike[str] | PreTrainedModel | None = option(None, heading=MODEL)
     _: KW_ONLY
-    drafter: str | object | None = None
-    tree: str | object = "chain"
-    verifier: str | object | None = None
-    length: str | object | None = None
-    decoding: str | object = "step"
-    reproducible: bool = False
-    allow_lossy: bool = False
-    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None
-    vocab_size: int | None = None
-    max_slots: int | None = None
-    max_context: int | None = None
-    max_prefill_tokens: int | None = None
-    max_warm_slots: int | None = None
-    max_warm_tokens: int | None = None
-    device: str | torch.device | None = None
-    dtype: str | torch.dtype = "auto"
-    device_map: str | Mapping[str, Any] | None = None
-    tp_plan: str | Mapping[str, Any] | None = None
-    quantization_config: Mapping[str, Any] | str | object | None = None
-    attn_implementation: str | None = None
-    revision: str | None = None
+    drafter: str | object | None = option(None, heading=DRAFTING)
+    tree: str | object = option("chain", heading=DRAFTING)
+    verifier: str | object | None = option(None, heading=DRAFTING)
+    length: str | object | None = option(None, heading=DRAFTING)
+    decoding: str | object = option("step", heading=DRAFTING)
+    reproducible: bool = option(False, heading=DRAFTING)
+    allow_lossy: bool = option(False, heading=DRAFTING)
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = option(None, heading=MODEL)
+    vocab_size: int | None = option(None, least=1, heading=MODEL)
+    max_slots: int | None = option(None, least=1, heading=SPEED)
+    max_context: int | None = option(None, least=1, heading=SPEED)
+    max_prefill_tokens: int | None = option(None, least=1, heading=SPEED)
+    max_warm_slots: int | None = option(None, least=0, heading=SPEED)
+    max_warm_tokens: int | None = option(None, least=0, heading=SPEED)
+    device: str | torch.device | None = option(None, heading=MODEL)
+    dtype: str | torch.dtype = option("auto", heading=MODEL)
+    device_map: str | Mapping[str, Any] | None = option(None, heading=MODEL)
+    tp_plan: str | Mapping[str, Any] | None = option(None, heading=MODEL)
+    quantization_config: Mapping[str, Any] | str | object | None = option(None, heading=MODEL)
+    attn_implementation: str | None = option(None, heading=MODEL)
+    revision: str | None = option(None, heading=MODEL)
     ignore_generation_config: bool = False
-    trust_remote_code: bool = False
-    threads: int | None = None
-    pad_to: int | None = None
-    forward: str | None = None
-    probe: bool = True
+    trust_remote_code: bool = option(False, heading=MODEL)
+    threads: int | None = option(None, least=1, heading=SPEED)
+    pad_to: int | None = option(None, least=1, heading=SPEED)
+    forward: str | None = option(None, heading=SPEED)
+    probe: bool = option(True, heading=SPEED)
 
     def __post_init__(self) -> None:
         for name, kinds in KINDS.items():
@@ -126,7 +130,7 @@ class Setup:
         for name in options:
             if name not in KINDS:
                 raise unknown("option", name, KINDS)
-        return cls(**{name: _checked(name, value, KINDS[name]) for name, value in options.items()})
+        return cls(**options)
 
     def given(self) -> dict[str, Any]:
         """The options that are not at their defaults."""
@@ -173,8 +177,6 @@ KINDS: dict[str, tuple[Any, ...]] = {
     name: typing.get_args(hint) or (hint,) for name, hint in typing.get_type_hints(Setup).items() if name != "_"
 }
 """For each option, the types of its values. The first is the type in a file or on a command line."""
-MAY_BE_ZERO = ("max_warm_slots", "max_warm_tokens")
-"""Numbers that may be 0; all others are 1 or more."""
 
 
 def documentation(kind: type) -> dict[str, str]:
@@ -203,9 +205,7 @@ def _checked(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
             raise InputError(f"{name} must be true or false, got {shown(value)}")
     elif kinds[0] is int:
         value = whole(name, value)
-        least = 0 if name in MAY_BE_ZERO else 1
-        if value < least:
-            raise InputError(f"{name} must be >= {least}, got {value}")
+        bounds_of(Setup)[name].check(name, value)
     elif not isinstance(value, str) and object not in kinds and not isinstance(value, Mapping):
         raise InputError(f"{name} must be a text, got {shown(value)}")
     return value

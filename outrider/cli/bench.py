@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.cli.request import DRAWING, RequestOptions
 from outrider.core import progress
 from outrider.core.inputs import InputError, shown
+from outrider.core.option import check, option
 from outrider.setup import Setup
 
 if TYPE_CHECKING:
@@ -64,10 +65,10 @@ class BenchOptions:
 
     configurations: Path | None = None
     sweep: tuple[str, ...] = ()
-    optuna: int | None = None
+    optuna: int | None = option(None, least=1)
     ray: str | None = None
     workload: str = "built-in"
-    num_prompts: int = 24
+    num_prompts: int = option(24, least=0, note=" (0 takes all)")
     rounds: int = 3
     time_limit: float | None = None
     gate_limit: float = 60.0
@@ -89,10 +90,7 @@ class BenchOptions:
     def __post_init__(self) -> None:
         if (self.optuna is not None or self.ray is not None) and not self.sweep:
             raise InputError("--optuna and --ray measure the points of a sweep; give --sweep, as in length=fixed:1..8")
-        if self.optuna is not None and self.optuna < 1:
-            raise InputError(f"optuna must be >= 1, got {self.optuna}")
-        if self.num_prompts < 0:
-            raise InputError(f"num_prompts must be >= 0 (0 takes all), got {self.num_prompts}")
+        check(self)
 
     def limit(self) -> float | None:
         """Seconds after which no new turn begins."""

@@ -319,7 +319,7 @@ def doctor(
         examine_head(setup, head, text=text, as_json=as_json)
         return
     plan = DoctorOptions(
-        gamma=num_speculative_tokens,
+        num_speculative_tokens=num_speculative_tokens,
         temperature=temperature,
         num_tokens=num_tokens,
         rounds=rounds,

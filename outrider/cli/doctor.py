@@ -1,7 +1,6 @@
 """outrider doctor: what works with a target, how well a drafter fits it, and the speedup to expect here."""
 
 import json
-import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from outrider.cli.opened import check_numbers, opened
 from outrider.cli.prompts import read_file
 from outrider.core import progress
 from outrider.core.deadline import Deadline
-from outrider.core.inputs import whole
+from outrider.core.option import CheckedOptions, option
 from outrider.core.types import InputError
 from outrider.drafters.protocol import UnboundModel
 from outrider.embedded import ASSETS
@@ -36,37 +35,22 @@ EXAMINED = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
+class DoctorOptions(CheckedOptions):
     """What to measure.
 
     Attributes:
-        gamma: Length of the drafts.
+        num_speculative_tokens: Length of the drafts.
         temperature: Of target and drafter.
         num_tokens: Most tokens of text to read.
         rounds: How often to time costs; 0 skips them.
         time_limit: Seconds to measure, about.
     """
 
-    gamma: int
-    temperature: float
-    num_tokens: int
-    rounds: int
-    time_limit: float = 180.0
-
-    def __post_init__(self) -> None:
-        bounds = {
-            "num_tokens": (self.num_tokens, LEAST_TEXT),
-            "temperature": (self.temperature, 0),
-            "rounds": (self.rounds, 0),
-            "num_speculative_tokens": (self.gamma, 1),
-        }
-        if not self.time_limit > 0:
-            raise InputError(f"time_limit must be > 0 seconds, got {self.time_limit:g}")
-        for name, (value, least) in bounds.items():
-            if isinstance(value, int):
-                whole(name, value)
-            if not least <= value < math.inf:
-                raise InputError(f"{name} must be >= {least}, got {value}")
+    num_speculative_tokens: int = option(least=1)
+    temperature: float = option(least=0)
+    num_tokens: int = option(least=LEAST_TEXT)
+    rounds: int = option(least=0)
+    time_limit: float = option(180.0, above=0, finite=False, note=" seconds")
 
 
 def doctor(setup: Setup, plan: DoctorOptions, *, text: Path | None, as_json: bool) -> None:
@@ -90,7 +74,9 @@ def _diagnosis(setup: Setup, plan: DoctorOptions, text: Path | None) -> Diagnosi
     found = _looked_at(completed(setup), None if chosen is None else str(chosen))
     if chosen is not None:
         given = read_file(TEXT if text is None else text)
-        measured = replace(setup, drafter=chosen, length=f"fixed:{plan.gamma}", tree="chain", verifier=None)
+        measured = replace(
+            setup, drafter=chosen, length=f"fixed:{plan.num_speculative_tokens}", tree="chain", verifier=None
+        )
         try:
             engine = opened(replace(measured, decoding="step", allow_lossy=False))
             check_numbers(engine)
@@ -163,7 +149,7 @@ def _measured(
     measured = measure(
         engine,
         texts,
-        num_speculative_tokens=plan.gamma,
+        num_speculative_tokens=plan.num_speculative_tokens,
         temperature=plan.temperature,
         rounds=plan.rounds,
         until=Deadline.after(plan.time_limit),

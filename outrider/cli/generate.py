@@ -33,6 +33,7 @@ from outrider.cli.request import RequestOptions
 from outrider.core import progress
 from outrider.core.destination import locked_file
 from outrider.core.inputs import InputError
+from outrider.core.option import Bounds
 from outrider.core.ranks import is_first
 from outrider.core.types import Sampling, Step
 from outrider.engine.engine import Engine
@@ -82,8 +83,7 @@ class GenerateTask:
         check_count(self.n, 1)
         only_ours = {"profile": self.profile, "compare": self.compare}
         support_of(self.engine, self.remote).check(self.setup, self.learn, only_ours)
-        if self.logprobs is not None and self.logprobs < 0:
-            raise InputError(f"logprobs must be >= 0, got {self.logprobs}")
+        Bounds(least=0).check("logprobs", self.logprobs)
         if self.logprobs is not None and not self.as_json and self.output is None:
             raise InputError("log-probabilities are in JSON only; give --json or --output, or leave out --logprobs")
         if self.setup.tp_plan is not None and (self.compare or self.learn.learn or self.output is not None):

@@ -5,7 +5,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.core.inputs import InputError, shown
+from outrider.core.inputs import InputError
+from outrider.core.option import check, option
 from outrider.setup import Setup
 
 if TYPE_CHECKING:
@@ -41,14 +42,13 @@ class LearnOptions:
     learn_rate: float | None = None
     learn_divergence: str | None = None
     learn_in_thread: bool = False
-    learn_drafts: int | None = None
+    learn_drafts: int | None = option(None, least=1, most=MOST_DRAFTS)
     learn_snapshots: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.learn and (given := [f.name for f in fields(self) if getattr(self, f.name) != f.default]):
             raise InputError(f"--{given[0].replace('_', '-')} says how to learn; give --learn too")
-        if self.learn_drafts is not None and not 1 <= self.learn_drafts <= MOST_DRAFTS:
-            raise InputError(f"learn_drafts must be in 1 .. {MOST_DRAFTS}, got {shown(self.learn_drafts)}")
+        check(self)
 
     def settings(self) -> OnlineSettings:
         """The same for Python. Raises InputError for a wrong value."""

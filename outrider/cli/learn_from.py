@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.core.inputs import InputError, text_of
+from outrider.core.option import CheckedOptions, option
 from outrider.training.loop.settings import TrainSettings
 from outrider.training.options import DataOptions, WatchOptions
 
@@ -36,7 +37,7 @@ class LearnSettings(TrainSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceOptions:
+class SourceOptions(CheckedOptions):
     """Whose answers a drafter learns from, and who gets it.
 
     Attributes:
@@ -48,12 +49,8 @@ class SourceOptions:
 
     url: str | None = None
     admin_key: str | None = None
-    limit: int | None = None
+    limit: int | None = option(None, least=LEAST)
     swap: bool = True
-
-    def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < LEAST:
-            raise InputError(f"limit must be >= {LEAST}, got {self.limit}")
 
 
 @dataclass(frozen=True, kw_only=True)

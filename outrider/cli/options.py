@@ -20,9 +20,10 @@ from outrider.cli.learn import LearnOptions
 from outrider.cli.learn_from import LearnSettings, SourceOptions
 from outrider.cli.plan import PlanOptions
 from outrider.cli.remote import RemoteOptions
-from outrider.cli.request import ENDING, RequestOptions
+from outrider.cli.request import RequestOptions
 from outrider.cli.serve import ServeOptions
 from outrider.core.inputs import field_value
+from outrider.core.option import bounds_of
 from outrider.learning.options import HeadOptions
 from outrider.serve.limits import Limits
 from outrider.serve.vllm.options import EngineChoice, EngineOptions
@@ -52,17 +53,7 @@ HEADINGS = {
 }
 """The heading of each dataclass's options in the help; of others, `DRAFTER`."""
 DRAFTER = "Drafter"
-FILES, SPEED = "Files of options", "Speed, memory"
-NARROWER = {
-    **dict.fromkeys(("drafter", "tree", "verifier", "length", "decoding", "reproducible", "allow_lossy"), "Drafting"),
-    **dict.fromkeys(("target", "tokenizer", "vocab_size", "revision", "trust_remote_code", "dtype"), "Model"),
-    **dict.fromkeys(("quantization_config", "attn_implementation", "device", "device_map", "tp_plan"), "Model"),
-    **dict.fromkeys(("max_slots", "max_context", "max_prefill_tokens", "max_warm_slots", "max_warm_tokens"), SPEED),
-    **dict.fromkeys(("threads", "pad_to", "forward", "probe"), SPEED),
-    **dict.fromkeys(ENDING, "Ends of outputs"),
-    **dict.fromkeys(("json_schema", "regex", "grammar", "tools"), "Grammar, tools"),
-}
-"""Options with a heading of their own."""
+FILES = "Files of options"
 
 CONFIG = Parameter(
     "config",
@@ -141,7 +132,11 @@ def _parameters(group: type, without: Collection[str]) -> list[Parameter]:
     found: list[Parameter] = []
     for field in fields(group):
         if field.name not in without:
-            name, kind = field.name.replace("_", "-"), kind_of(hints[field.name])
+            name, kind, bounds = (
+                field.name.replace("_", "-"),
+                kind_of(hints[field.name]),
+                bounds_of(group).get(field.name),
+            )
             if kind == list[int] and issubclass(group, HeadOptions | DataOptions):
                 # Written as in 2x16x29.
                 kind = str
@@ -150,7 +145,7 @@ def _parameters(group: type, without: Collection[str]) -> list[Parameter]:
                 f"--{name}/--no-{name}" if kind is bool else f"--{name}",
                 help=help,
                 show_default=str(field.default) if field.default and "By default" not in help else False,
-                rich_help_panel=NARROWER.get(field.name, heading),
+                rich_help_panel=heading if bounds is None else bounds.heading or heading,
             )
             annotation = Annotated[kind | None, option]
             found.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
@@ -162,6 +157,8 @@ def _made(kind: Any, values: dict[str, Any]) -> Any:
     own = {field.name: values.pop(field.name, None) for field in fields(kind)}
     hints = typing.get_type_hints(kind)
     given = {name: _given(name, value, hints[name]) for name, value in own.items() if value not in (None, [])}
+    if issubclass(kind, HeadOptions):
+        return kind.of(given)
     if kind is not Setup:
         return kind(**given)
     file, place = values.pop("config"), values.pop("save_config")

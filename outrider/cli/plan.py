@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.cli.request import RequestOptions
 from outrider.core import progress
 from outrider.core.inputs import InputError, unknown
+from outrider.core.option import CheckedOptions, option
 from outrider.setup import Setup
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ USUAL = ("suffix", "ngram")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
+class PlanOptions(CheckedOptions):
     """What is planned for.
 
     Attributes:
@@ -47,19 +48,13 @@ class PlanOptions:
     """
 
     prompt_file: Path | None = None
-    num_prompts: int = PROMPTS
+    num_prompts: int = option(PROMPTS, least=0, note=" (0 takes all)")
     requests: str = "1,2,4,8"
-    context: int | None = None
+    context: int | None = option(None, least=1)
     record: Path | None = None
     apply: Path | None = None
     devices: str | None = None
     rate: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_prompts < 0:
-            raise InputError(f"num_prompts must be >= 0 (0 takes all), got {self.num_prompts}")
-        if self.context is not None and self.context < 1:
-            raise InputError(f"context must be >= 1, got {self.context}")
 
 
 def plan(

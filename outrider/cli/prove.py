@@ -14,6 +14,7 @@ from outrider.catalog import name_of
 from outrider.cli.opened import check_numbers, opened
 from outrider.core import progress
 from outrider.core.deadline import Deadline
+from outrider.core.option import Bounds
 from outrider.core.types import InputError
 from outrider.engine.engine import Engine
 from outrider.proof.identity import Difference, Identity
@@ -30,8 +31,7 @@ def prove(
     """Prove a pair and print the findings. Exit status 1 if anything fails."""
     if not time_limit > 0:
         raise InputError(f"time_limit must be > 0 seconds, got {time_limit:g}")
-    if num_draws < 0:
-        raise InputError(f"num_draws must be >= 0, got {num_draws}")
+    Bounds(least=0).check("num_draws", num_draws)
     if temperature is not None and not 0 < temperature < math.inf:
         raise InputError(f"temperature must be > 0, because greedy outputs are not drawn, got {temperature}")
     # What is proven is the law of requests with settings of their own.

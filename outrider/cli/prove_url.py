@@ -12,6 +12,7 @@ from outrider.cli.remote import RemoteOptions
 from outrider.cli.supported import URL
 from outrider.core import progress
 from outrider.core.inputs import InputError
+from outrider.core.option import Bounds
 from outrider.serve.client.proof import RemoteProof, prove
 from outrider.setup import Setup
 
@@ -23,8 +24,7 @@ def prove_url(
 ) -> None:
     """Prove a server and print the findings. Exit status 1 if anything fails."""
     URL.check(setup)
-    if num_draws < 0:
-        raise InputError(f"num_draws must be >= 0, got {num_draws}")
+    Bounds(least=0).check("num_draws", num_draws)
     if temperature not in (None, 1.0):
         raise InputError("a server tells its log-probabilities at temperature 1; leave out --temperature with --url")
     remote = options.remote()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.core.inputs import InputError, parse_json, shown, text_of
+from outrider.core.option import CheckedOptions, option
 
 if TYPE_CHECKING:
     from outrider.constraints.grammar import Grammar
@@ -30,10 +31,12 @@ DRAWING = (
 """Options that are fields of `Sampling`."""
 ENDING = ("max_new_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
 """Options that are fields of `Generation`."""
+ENDS, GRAMMAR = "Ends of outputs", "Grammar, tools"
+"""Headings in the help."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestOptions:
+class RequestOptions(CheckedOptions):
     """Options of requests. None takes the value of the model's generation config, or no setting.
 
     Attributes:
@@ -57,8 +60,8 @@ class RequestOptions:
         tools: Tools of a chat: a file with a JSON list of schemas.
     """
 
-    max_new_tokens: int | None = None
-    min_tokens: int | None = None
+    max_new_tokens: int | None = option(None, least=1, heading=ENDS)
+    min_tokens: int | None = option(None, heading=ENDS)
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -68,17 +71,13 @@ class RequestOptions:
     presence_penalty: float | None = None
     logit_bias: str | None = None
     seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    json_schema: str | None = None
-    regex: str | None = None
-    grammar: Path | None = None
-    tools: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens must be >= 1, got {shown(self.max_new_tokens)}")
+    stop: tuple[str, ...] = option((), heading=ENDS)
+    stop_token_ids: tuple[int, ...] = option((), heading=ENDS)
+    ignore_eos: bool = option(False, heading=ENDS)
+    json_schema: str | None = option(None, heading=GRAMMAR)
+    regex: str | None = option(None, heading=GRAMMAR)
+    grammar: Path | None = option(None, heading=GRAMMAR)
+    tools: Path | None = option(None, heading=GRAMMAR)
 
     def given(self) -> dict[str, Any]:
         """The options that were given."""

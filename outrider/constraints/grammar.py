@@ -14,6 +14,7 @@ from outrider.constraints.automaton import GrammarConstraint
 from outrider.constraints.text import GrammarText
 from outrider.core.constraint import Constraint
 from outrider.core.inputs import parse_json
+from outrider.core.option import Bounds
 from outrider.core.types import InputError
 
 LARK = re.compile(r"^\s*(%llguidance\b|start\s*(\[[^\]]*\])?\s*:(?!:=))", re.MULTILINE)
@@ -87,8 +88,7 @@ def json_schema(schema: str | Mapping[str, object] | bool | type, max_whitespace
         >>> json_schema({"type": "boolean"}).text
         '{"type": "boolean"}'
     """
-    if max_whitespace is not None and max_whitespace < 0:
-        raise InputError(f"max_whitespace must be >= 0, got {max_whitespace}")
+    Bounds(least=0).check("max_whitespace", max_whitespace)
     text = schema if isinstance(schema, str) else _json(_plain_schema(schema), "the schema")
     return Grammar(kind="JSON schema", text=text, max_whitespace=max_whitespace)
 

@@ -14,17 +14,11 @@ from torch import Tensor
 from outrider.core.constraint import Constraint
 from outrider.core.inputs import InputError as InputError
 from outrider.core.inputs import number, whole
+from outrider.core.option import check, option
 from outrider.core.processors import STATEFUL, Processor, is_blind
-
-LARGEST_SEED = 2**64 - 1
-"""Largest seed. The random generator takes seeds of 64 bits."""
 
 Structure = Literal["chain", "iid", "iid_dedup", "without_replacement", "top_plus_one", "deterministic"]
 """How the children of a node were made, which is what a verifier may assume about them."""
-
-
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-"""Fields of `Sampling` that are any number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,34 +49,20 @@ class Sampling:
         outrider.core.inputs.InputError: temperature must be >= 0 (0 means greedy), got -0.5
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    temperature: float = option(1.0, least=0, note=" (0 means greedy)")
+    top_k: int = option(0, least=0, note=" (0 keeps all tokens)")
+    top_p: float = option(1.0, above=0, most=1)
+    min_p: float = option(0.0, least=0, most=1)
+    repetition_penalty: float = option(1.0, above=0, note=" (1 means none)")
+    frequency_penalty: float = option(0.0)
+    presence_penalty: float = option(0.0)
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     processors: Sequence[Processor] = ()
-    seed: int | None = None
+    seed: int | None = option(None, least=0)
 
     def __post_init__(self) -> None:
+        check(self)
         self._check_kinds()
-        factor = self.repetition_penalty
-        checks = [
-            (0 <= self.temperature < math.inf, "temperature must be >= 0 (0 means greedy)", self.temperature),
-            (self.top_k >= 0, "top_k must be >= 0 (0 keeps all tokens)", self.top_k),
-            (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
-            (0 <= self.min_p <= 1, "min_p must be in [0, 1]", self.min_p),
-            (0 < factor < math.inf, "repetition_penalty must be > 0 (1 means none)", factor),
-            (math.isfinite(self.frequency_penalty), "frequency_penalty must be finite", self.frequency_penalty),
-            (math.isfinite(self.presence_penalty), "presence_penalty must be finite", self.presence_penalty),
-            (self.seed is None or self.seed >= 0, "seed must be >= 0", self.seed),
-            (self.seed is None or self.seed <= LARGEST_SEED, "seed must be <= 2**64 - 1", self.seed),
-        ]
-        for fine, rule, value in checks:
-            if not fine:
-                raise InputError(f"{rule}, got {value}")
         if wrong := [bias for bias in self.logit_bias.values() if not bias < math.inf]:
             raise InputError(f"a logit_bias must be a number (-inf forbids a token), got {wrong[0]}")
         if names := STATEFUL.intersection(type(processor).__name__ for processor in self.processors):
@@ -92,12 +72,7 @@ class Sampling:
             )
 
     def _check_kinds(self) -> None:
-        """Numbers that are numbers, tokens that are whole ones, processors that can be called."""
-        for name in _NUMBERS:
-            object.__setattr__(self, name, number(name, getattr(self, name)))
-        object.__setattr__(self, "top_k", whole("top_k", self.top_k))
-        if self.seed is not None:
-            object.__setattr__(self, "seed", whole("seed", self.seed))
+        """Tokens that are whole numbers, processors that can be called."""
         if not isinstance(self.logit_bias, Mapping):
             raise InputError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
         bias = {whole("a token of logit_bias", t): number("a logit_bias", b) for t, b in self.logit_bias.items()}
@@ -155,20 +130,20 @@ class Request:
 
     id: str
     prompt: tuple[int, ...]
-    max_new_tokens: int
+    max_new_tokens: int = option()
     sampling: Sampling
     eos_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
-    min_tokens: int = 0
-    logprobs: int | None = None
+    min_tokens: int = option(0)
+    logprobs: int | None = option(None, least=0, note=", or None for none")
     keep_logits: bool = False
     ends: Callable[[Sequence[int]], bool] | None = None
     constraint: Constraint | None = None
     include_stop: bool = False
-    prompt_logprobs: int | None = None
-    priority: int = 0
-    max_draft_tokens: int | None = None
-    max_draft_context: int | None = None
+    prompt_logprobs: int | None = option(None, least=0, note=", or None for none")
+    priority: int = option(0)
+    max_draft_tokens: int | None = option(None, least=0, note=" (0 drafts nothing)")
+    max_draft_context: int | None = option(None, least=0, note=" tokens")
     repeats: bool = False
     prediction: tuple[int, ...] = ()
 
@@ -176,11 +151,7 @@ class Request:
         if not all(type(token) is int for token in self.prompt):
             tokens = tuple(whole("a token of the prompt", token) for token in self.prompt)
             object.__setattr__(self, "prompt", tokens)
-        for name in ("max_new_tokens", "min_tokens", "priority"):
-            object.__setattr__(self, name, whole(name, getattr(self, name)))
-        for name in ("logprobs", "prompt_logprobs", "max_draft_tokens", "max_draft_context"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, whole(name, getattr(self, name)))
+        check(self)
         predicted = tuple(whole("a token of the prediction", token) for token in self.prediction)
         object.__setattr__(self, "prediction", predicted)
         object.__setattr__(self, "eos_ids", frozenset(whole("a token of eos_ids", token) for token in self.eos_ids))

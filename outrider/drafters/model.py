@@ -11,9 +11,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from outrider.core.option import check, option
 from outrider.core.types import Frontier, Guess, InputError, Request, Running, ShortList
 from outrider.drafters.exports import Exports
-from outrider.drafters.protocol import Observed, Rows, check_longest
+from outrider.drafters.protocol import Observed, Rows
 from outrider.drafters.slotted import SlottedDrafter, TreeState, tree_segments
 from outrider.drafters.token_map import check_listed, checked_ids, read_token_map
 from outrider.lm.hf.narrow import narrowed
@@ -239,12 +240,12 @@ class ModelPath:
     device: str | None = None
     dtype: str | None = None
     revision: str | None = None
-    max_context: int | None = None
+    max_context: int | None = option(None, least=1)
     token_map: str | None = None
     vocabulary: int | None = None
 
     def __post_init__(self) -> None:
-        check_longest(self.max_context)
+        check(self)
         check_listed(self.token_map, self.vocabulary)
 
     def check_files(self) -> None:

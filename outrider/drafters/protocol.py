@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from outrider.core.inputs import InputError
+from outrider.core.option import Bounds
 from outrider.core.types import Frontier, Guess, Request, Running
 from outrider.drafters.exports import Exports
 from outrider.lm.slots.batch import upload
@@ -209,5 +209,4 @@ class UnboundModel(Unbound, Protocol):
 
 def check_longest(max_context: int | None) -> None:
     """Raise InputError if a longest context holds no token."""
-    if max_context is not None and max_context < 1:
-        raise InputError(f"max_context must be >= 1, got {max_context}")
+    Bounds(least=1).check("max_context", max_context)

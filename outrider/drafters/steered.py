@@ -10,10 +10,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from outrider.core.option import CheckedOptions, option
 from outrider.core.types import Guess, InputError, Request, Running
 from outrider.drafters.exports import Exports
 from outrider.drafters.model import ModelDrafter, shared_words
-from outrider.drafters.protocol import Observed, check_longest
+from outrider.drafters.protocol import Observed
 from outrider.drafters.slotted import TreeState
 from outrider.drafters.steering import Steering, SteeringConfig, read_steering
 from outrider.lm.hf.open import logit_width, open_config, open_model, open_tokenizer
@@ -160,7 +161,7 @@ class SteeredDrafter(ModelDrafter[SteeredState]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SteeredPath:
+class SteeredPath(CheckedOptions):
     """A steered draft model before it is bound to a target: `steered:path=...`.
 
     Attributes:
@@ -175,10 +176,7 @@ class SteeredPath:
     device: str | None = None
     dtype: str | None = None
     revision: str | None = None
-    max_context: int | None = None
-
-    def __post_init__(self) -> None:
-        check_longest(self.max_context)
+    max_context: int | None = option(None, least=1)
 
     def check_files(self) -> None:
         self.read_config()

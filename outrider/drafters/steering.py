@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.utils import cached_file
 
 from outrider.core import files
+from outrider.core.option import check, option
 from outrider.core.types import InputError
 from outrider.lm.hf.checkpoint import build_module, file_tensors, json_object, size, whole_numbers
 
@@ -42,17 +43,16 @@ class SteeringConfig:
     target_layers: int
     target_size: int
     widths: tuple[int, ...]
-    rank: int | None = None
+    rank: int | None = option(None, least=1)
 
     def __post_init__(self) -> None:
+        check(self)
         if not self.taps or len(set(self.taps)) < len(self.taps):
             raise InputError(f"taps must be one or more different hidden states, got {list(self.taps)}")
         if any(not 0 <= tap <= self.target_layers for tap in self.taps):
             raise InputError(
                 f"taps must be in 0..{self.target_layers}, the number of the target's layers, got {list(self.taps)}"
             )
-        if self.rank is not None and self.rank < 1:
-            raise InputError(f"rank must be >= 1, got {self.rank}")
 
 
 def usual_taps(num_layers: int) -> tuple[int, ...]:

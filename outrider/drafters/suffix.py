@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from outrider.core.option import CheckedOptions, option
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.automaton import SEPARATOR, SuffixAutomaton
 from outrider.drafters.exports import Exports
@@ -52,7 +53,7 @@ class SuffixState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuffixDrafter(TokenOnly):
+class SuffixDrafter(CheckedOptions, TokenOnly):
     """Follow the longest end of the context that has occurred before, in the request or in a shared corpus.
 
     Where several tokens followed it, the most frequent one is proposed, the latest on a tie. The request's own
@@ -80,13 +81,9 @@ class SuffixDrafter(TokenOnly):
     waits: ClassVar[bool] = True
     usual_hits: ClassVar[float] = USUAL_HITS
 
-    min_match: int = 2
+    min_match: int = option(2, least=1)
     corpus: str | None = None
     _shared: SuffixAutomaton | None = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if self.min_match < 1:
-            raise InputError(f"min_match must be >= 1, got {self.min_match}")
 
     def bind(self, target_info: TargetInfo) -> "SuffixDrafter":
         """Read the corpus, if there is one."""

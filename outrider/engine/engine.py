@@ -14,6 +14,7 @@ from outrider.core import ranks
 from outrider.core.constraint import Constraint
 from outrider.core.dice import Dice
 from outrider.core.inputs import whole
+from outrider.core.option import Bounds
 from outrider.core.types import InputError, Request, Running, Sampling, Step
 from outrider.decoding.protocol import Parts, Watch
 from outrider.decoding.step import StepDecoding
@@ -123,12 +124,9 @@ class Engine:
         measure: Callable[[Parts], Experience] | None = None,
         lender: "Engine | None" = None,
     ) -> None:
-        if max_prefill_tokens is not None and max_prefill_tokens < 1:
-            raise InputError(f"max_prefill_tokens must be >= 1, got {max_prefill_tokens}")
-        if max_warm_slots < 0:
-            raise InputError(f"max_warm_slots must be >= 0, got {max_warm_slots}")
-        if max_warm_tokens is not None and max_warm_tokens < 0:
-            raise InputError(f"max_warm_tokens must be >= 0, got {max_warm_tokens}")
+        Bounds(least=1).check("max_prefill_tokens", max_prefill_tokens)
+        Bounds(least=0).check("max_warm_slots", max_warm_slots)
+        Bounds(least=0).check("max_warm_tokens", max_warm_tokens)
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.stop = tuple(stop)

@@ -12,6 +12,7 @@ from outrider.constraints.words import AllOf, AllowedTokens, bad_words
 from outrider.core.constraint import Constraint
 from outrider.core.dice import numbered_seed
 from outrider.core.inputs import whole
+from outrider.core.option import Bounds
 from outrider.core.types import InputError, Request, Sampling
 from outrider.engine.prompts import Prompt, rows
 from outrider.lm.protocol import LM, SharesMemory
@@ -99,20 +100,11 @@ def _check_numbers(request: Request) -> None:
         raise InputError(
             f"min_tokens must be in 0 .. max_new_tokens={request.max_new_tokens}, got {request.min_tokens}"
         )
-    if request.logprobs is not None and request.logprobs < 0:
-        raise InputError(f"logprobs must be >= 0, or None for none, got {request.logprobs}")
-    if request.prompt_logprobs is not None and request.prompt_logprobs < 0:
-        raise InputError(f"prompt_logprobs must be >= 0, or None for none, got {request.prompt_logprobs}")
-    if request.max_draft_tokens is not None and request.max_draft_tokens < 0:
-        raise InputError(f"max_draft_tokens must be >= 0 (0 drafts nothing), got {request.max_draft_tokens}")
-    if request.max_draft_context is not None and request.max_draft_context < 0:
-        raise InputError(f"max_draft_context must be >= 0 tokens, got {request.max_draft_context}")
 
 
 def check_count(n: int, num_prompts: int) -> None:
     """Raise InputError for a number of outputs per prompt that cannot be made."""
-    if n < 1:
-        raise InputError(f"n must be >= 1, got {n}")
+    Bounds(least=1).check("n", n)
     if n * num_prompts > MOST_OUTPUTS:
         raise InputError(
             f"n is the number of outputs per prompt, and n={n} makes {n * num_prompts} outputs; at most {MOST_OUTPUTS} "

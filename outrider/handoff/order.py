@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.core.inputs import InputError, unknown
+from outrider.core.option import check, option
 from outrider.drafters.exports import ENGINES
 
 NEW_TOKENS, PROMPTS = 48, 4
@@ -42,12 +43,12 @@ class ExportRequest:
     out: Path
     verifier_id: str | None = None
     dtype: str = "auto"
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int | None = option(None, least=1)
     plan: Path | None = None
     dry_run: bool = False
     measure: bool = True
-    prompts: int = PROMPTS
-    new_tokens: int = NEW_TOKENS
+    prompts: int = option(PROMPTS, least=1)
+    new_tokens: int = option(NEW_TOKENS, least=1)
     device: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
@@ -55,10 +56,7 @@ class ExportRequest:
     def __post_init__(self) -> None:
         if self.to not in ENGINES:
             raise unknown("engine", self.to, ENGINES)
-        for name in ("num_speculative_tokens", "prompts", "new_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"{name} must be >= 1, got {value}")
+        check(self)
         if self.verifier_id is not None and is_local(self.verifier_id):
             raise InputError(
                 f"verifier_id must be a public name of the target, such as org/name, got {self.verifier_id!r}; it is "

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from outrider.core.dice import Purpose, step_generator
+from outrider.core.option import check, option
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.exports import Exports
 from outrider.drafters.model import ModelDrafter, ModelPath
@@ -484,24 +485,17 @@ class TrainedBlockwise(TrainedHead):
     """
 
     rescorer: str | None = None
-    lam: float = 0.5
-    paths: int | None = None
-    mu: float = 0.5
-    top_k: int = 16
-    beam: int = 64
+    lam: float = option(0.5, least=0, most=1)
+    paths: int | None = option(None, least=1)
+    mu: float = option(0.5, least=0, finite=False)
+    top_k: int = option(16, least=1)
+    beam: int = option(64, least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check(self)
         if self.rescorer is not None and self.paths is not None:
             raise InputError("blockwise heads draft either with a rescorer or by paths; leave out rescorer or paths")
-        if not 0 <= self.lam <= 1:
-            raise InputError(f"lam must be in 0..1, got {self.lam}")
-        if not self.mu >= 0:
-            raise InputError(f"mu must be >= 0, got {self.mu}")
-        for name in ("paths", "top_k", "beam"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"{name} must be >= 1, got {value}")
 
     def grams(self, vocab_size: int) -> BackoffModel:
         """The n-gram model beside the heads. Raises InputError if there is none, or it is of another vocabulary."""

@@ -90,7 +90,7 @@ class PossOptions(Eagle3SizeOptions):
     def check_trunk(self, trunk: str) -> None:
         """Raise InputError if an option of the other trunk was given."""
         other = OF_EAGLE3 if trunk == "eagle" else OF_EAGLE
-        if wrong := sorted(self._set_options.intersection(other)):
+        if wrong := sorted(set(self.changed()).intersection(other)):
             raise InputError(
                 f"{', '.join(wrong)}: for trunk {'eagle3' if trunk == 'eagle' else 'eagle'} alone, and this is {trunk}"
             )

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from outrider.core.types import InputError
+from outrider.core.option import CheckedOptions, option
 from outrider.learning.divergences import Divergence
 
 Weighting = Literal["decay", "even", "survival"]
@@ -21,7 +21,7 @@ FLOOR = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockLoss:
+class BlockLoss(CheckedOptions):
     r"""The loss of blocks: $(1 - s) D(p, q) + s\,\mathrm{CE}$ per guess, weighted.
 
     With `decay`, the guess at depth k counts $e^{-(k - 1) / \gamma}$; with `even`, 1. With `survival` (D-PACE), it
@@ -43,17 +43,9 @@ class BlockLoss:
     """
 
     of: Divergence | None = None
-    hard: float = 0.0
-    gamma: float = 4.0
-    weighting: str = "decay"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.hard <= 1:
-            raise InputError(f"hard must be in 0..1, got {self.hard}")
-        if not self.gamma > 0:
-            raise InputError(f"gamma must be > 0, got {self.gamma}")
-        if self.weighting not in get_args(Weighting):
-            raise InputError(f"weighting must be decay, even or survival, got {self.weighting!r}")
+    hard: float = option(0.0, least=0, most=1)
+    gamma: float = option(4.0, above=0, finite=False)
+    weighting: str = option("decay", among=get_args(Weighting))
 
     @property
     def reads_labels(self) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from outrider.core.inputs import unknown
+from outrider.core.option import Bounds, CheckedOptions, option
 from outrider.core.types import InputError
 from outrider.learning.top_rows import TopRows
 
@@ -104,7 +105,7 @@ class NegativeLogAcceptance:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LikelihoodKl:
+class LikelihoodKl(CheckedOptions):
     r"""$\lambda \mathrm{FKL} + (1 - \lambda) \mathrm{TVD}$ with $\lambda = e^{-c \alpha}$, which has no gradient.
 
     Far from the target the forward KL leads, which has a gradient everywhere; near it the total variation.
@@ -113,11 +114,7 @@ class LikelihoodKl:
         LK losses, https://arxiv.org/abs/2602.23881
     """
 
-    decay: float = 3.0
-
-    def __post_init__(self) -> None:
-        if not (self.decay >= 0 and math.isfinite(self.decay)):
-            raise InputError(f"decay must be >= 0, got {self.decay}")
+    decay: float = option(3.0, least=0)
 
     def __call__(self, target: Float[Tensor, "n vocab"], draft: Float[Tensor, "n vocab"]) -> Float[Tensor, " n"]:
         """The divergence of each row."""
@@ -226,8 +223,7 @@ def chunked(
         width: Of the logits. If the logits of all rows are few, they stay until the backward. Otherwise, and without
             it, those of a chunk are dropped after the forward and computed again, so that one chunk is in memory.
     """
-    if chunk < 1:
-        raise InputError(f"chunk must be >= 1, got {chunk}")
+    Bounds(least=1).check("chunk", chunk)
 
     def one(states: Float[Tensor, "rows hidden"], begin: int) -> Float[Tensor, " rows"]:
         return loss(slice(begin, begin + len(states)), head(states))

@@ -1,39 +1,29 @@
 """What a head is told in training. Each field is an option of its command, and the field's words are the help."""
 
 import dataclasses
-import math
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass
+from typing import Any, Self
 
 from outrider.core.inputs import InputError
+from outrider.core.option import CheckedOptions, bounds_of, option
 
 SIZE, LOSS = "size", "loss"
 """The kinds of options that belong to the identity of a run."""
 
 
-def size(
-    default: Any = MISSING, *, least: float | None = None, above: float | None = None, among: Sequence[Any] = ()
-) -> Any:
-    """A field that a checkpoint fixes. It is refused together with `init_from`.
-
-    Args:
-        least: The smallest value.
-        above: What the value is above.
-        among: All values; none: any.
-    """
-    return field(default=default, metadata={"kind": SIZE, "least": least, "above": above, "among": among})
+def size(default: Any = MISSING, **bounds: Any) -> Any:
+    """An option that a checkpoint fixes. It is refused together with `init_from`. Bounds are those of `option`."""
+    return option(default, kind=SIZE, **bounds)
 
 
-def loss(
-    default: Any = MISSING, *, least: float | None = None, above: float | None = None, among: Sequence[Any] = ()
-) -> Any:
-    """A field that says what is learnt. A head on disk may learn with another value. Arguments are those of `size`."""
-    return field(default=default, metadata={"kind": LOSS, "least": least, "above": above, "among": among})
+def loss(default: Any = MISSING, **bounds: Any) -> Any:
+    """An option that says what is learnt. A head on disk may learn with another value."""
+    return option(default, kind=LOSS, **bounds)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadOptions:
+class HeadOptions(CheckedOptions):
     """What every head can be told.
 
     Attributes:
@@ -46,35 +36,28 @@ class HeadOptions:
         InputError: A value is not allowed.
     """
 
-    _set_options: ClassVar[frozenset[str]] = frozenset()
-    """The names of the options that were given, by instance."""
-
     init_from: str | None = loss(None)
     divergence: str = loss("fkl")
     slot_balanced: bool = loss(False)
 
-    def __new__(cls, **options: Any) -> Any:
-        new = object.__new__(cls)
-        object.__setattr__(new, "_set_options", frozenset(options))
-        return new
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value, metadata = getattr(self, each.name), each.metadata
-            if value is None or "kind" not in metadata:
-                continue
-            if metadata["least"] is not None and not (value >= metadata["least"] and math.isfinite(value)):
-                raise InputError(f"{each.name} must be >= {metadata['least']}, got {value}")
-            if metadata["above"] is not None and not (value > metadata["above"] and math.isfinite(value)):
-                raise InputError(f"{each.name} must be > {metadata['above']}, got {value}")
-            if metadata["among"] and value not in metadata["among"]:
-                raise InputError(f"{each.name} must be one of {', '.join(map(str, metadata['among']))}, got {value!r}")
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """The options by name. Raises InputError if one is among them that the head on disk fixes."""
+        made = cls(**options)
+        made._refuse(options)
+        return made
 
     def check(self) -> None:
         """Raise InputError if an option was given that the head on disk fixes."""
-        fixed = [
-            each.name for each in fields(self) if each.metadata.get("kind") == SIZE and each.name in self._set_options
-        ]
+        self._refuse(self.changed())
+
+    def changed(self) -> list[str]:
+        """The options that are not at their defaults."""
+        return [each.name for each in dataclasses.fields(self) if getattr(self, each.name) != each.default]
+
+    def _refuse(self, names: Iterable[str]) -> None:
+        """Raise InputError if one of these is fixed by the head on disk."""
+        fixed = [name for name in names if name in self.of_kinds(SIZE)]
         if self.init_from is not None and fixed:
             raise InputError(
                 f"{', '.join(fixed)}: the head in {self.init_from} says it; leave it out, or leave out init_from to "
@@ -83,8 +66,10 @@ class HeadOptions:
 
     def identity(self) -> dict[str, Any]:
         """The options that a run must keep when it goes on, as values of JSON."""
-        values = dataclasses.asdict(self)
-        kept = {each.name for each in fields(self) if "kind" in each.metadata}
-        return {
-            name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if name in kept
-        }
+        kept = {name: getattr(self, name) for name in self.of_kinds(SIZE, LOSS)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
+
+    @classmethod
+    def of_kinds(cls, *kinds: str) -> list[str]:
+        """The names of the options of some kinds."""
+        return [name for name, bounds in bounds_of(cls).items() if bounds.kind in kinds]

@@ -7,7 +7,8 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Int
 
-from outrider.core.types import InputError, Step
+from outrider.core.option import CheckedOptions, option
+from outrider.core.types import Step
 from outrider.lengths.entropy import entropies
 from outrider.trees.protocol import Level
 
@@ -21,7 +22,7 @@ class AdaedlState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaedlLength:
+class AdaedlLength(CheckedOptions):
     r"""Stop before a token if $1 - \sqrt{\gamma H} < \lambda$, with H the entropy of the draft's row in nats.
 
     After a step with d drafted and a accepted tokens the rate becomes $\beta_1 r + (1 - \beta_1) a/d$, and $\lambda$
@@ -44,22 +45,13 @@ class AdaedlLength:
     constant: ClassVar[bool] = False
     lossy = None
 
-    num_speculative_tokens: int = 16
-    gamma: float = 0.2
+    num_speculative_tokens: int = option(16, least=1)
+    gamma: float = option(0.2, above=0)
     threshold: float = 0.4
-    target_rate: float = 0.9
+    target_rate: float = option(0.9, least=0, most=1)
     epsilon: float = 0.01
-    rate_decay: float = 0.5
-    threshold_decay: float = 0.9
-
-    def __post_init__(self) -> None:
-        if self.num_speculative_tokens < 1:
-            raise InputError(f"num_speculative_tokens must be >= 1, got {self.num_speculative_tokens}")
-        if self.gamma <= 0:
-            raise InputError(f"gamma must be > 0, got {self.gamma}")
-        for name in ("target_rate", "rate_decay", "threshold_decay"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+    rate_decay: float = option(0.5, least=0, most=1)
+    threshold_decay: float = option(0.9, least=0, most=1)
 
     def open(self) -> AdaedlState:
         return AdaedlState(rate=self.target_rate, threshold=self.threshold)

@@ -7,12 +7,13 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Int
 
-from outrider.core.types import InputError, Step
+from outrider.core.option import CheckedOptions, option
+from outrider.core.types import Step
 from outrider.trees.protocol import Level
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConfidentLength:
+class ConfidentLength(CheckedOptions):
     r"""Stop before a token whose survival is below a threshold. A step drafts at least one token.
 
     The drafter estimates for each guess $c_k$, the probability that a token drawn from it is accepted if all before it
@@ -31,15 +32,8 @@ class ConfidentLength:
     reads_survival: ClassVar[bool] = True
     lossy = None
 
-    num_speculative_tokens: int = 16
-    threshold: float = 0.3
-
-    def __post_init__(self) -> None:
-        if self.num_speculative_tokens < 1 or not 0 <= self.threshold <= 1:
-            raise InputError(
-                "num_speculative_tokens must be >= 1 and threshold in [0, 1], got "
-                f"{self.num_speculative_tokens} and {self.threshold}"
-            )
+    num_speculative_tokens: int = option(16, least=1)
+    threshold: float = option(0.3, least=0, most=1)
 
     def open(self) -> None:
         return None

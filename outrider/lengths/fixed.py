@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from outrider.core.types import InputError, Step
+from outrider.core.option import CheckedOptions, option
+from outrider.core.types import Step
 from outrider.trees.protocol import Level
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedLength:
+class FixedLength(CheckedOptions):
     """Draft `num_speculative_tokens` deep, or as deep as there is room.
 
     References:
@@ -20,13 +21,7 @@ class FixedLength:
     known_ahead: ClassVar[bool] = True
     lossy = None
 
-    num_speculative_tokens: int = 5
-
-    def __post_init__(self) -> None:
-        if self.num_speculative_tokens < 1:
-            raise InputError(
-                f"num_speculative_tokens must be >= 1, got {self.num_speculative_tokens}; use drafter none"
-            )
+    num_speculative_tokens: int = option(5, least=1, note=" (drafter none drafts nothing)")
 
     def open(self) -> None:
         return None

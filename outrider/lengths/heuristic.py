@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from outrider.core.option import check, option
 from outrider.core.types import InputError, Step
 from outrider.trees.protocol import Level
 
@@ -24,8 +25,8 @@ class HeuristicLength:
     lossy = None
 
     num_speculative_tokens: int = 5
-    grow: int = 2
-    shrink: int = 1
+    grow: int = option(2, least=0)
+    shrink: int = option(1, least=0)
     most: int = 20
 
     def __post_init__(self) -> None:
@@ -33,8 +34,7 @@ class HeuristicLength:
             raise InputError(
                 f"num_speculative_tokens must be between 1 and most={self.most}, got {self.num_speculative_tokens}"
             )
-        if self.grow < 0 or self.shrink < 0:
-            raise InputError(f"grow and shrink must be >= 0, got {self.grow} and {self.shrink}")
+        check(self)
 
     def open(self) -> int:
         return self.num_speculative_tokens

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from outrider.core.types import InputError, Step
+from outrider.core.option import CheckedOptions, option
+from outrider.core.types import Step
 from outrider.trees.protocol import Level
 
 
@@ -19,7 +20,7 @@ class PlannedState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedLength:
+class PlannedLength(CheckedOptions):
     r"""Draft the length $\gamma$ that maximises $(1 + a + \ldots + a^\gamma) / (1 + \gamma (c + v))$.
 
     a is the request's acceptance rate so far. Each step weighs `decay` times as much as the next one. Costs are in
@@ -42,23 +43,12 @@ class PlannedLength:
     known_ahead: ClassVar[bool] = True
     lossy = None
 
-    draft_cost: float = 0.15
-    token_cost: float = 0.02
-    most: int = 16
-    acceptance: float = 0.7
-    prior: float = 10.0
-    decay: float = 0.95
-
-    def __post_init__(self) -> None:
-        if self.draft_cost < 0 or self.token_cost < 0 or self.most < 1 or self.prior <= 0:
-            raise InputError(
-                "draft_cost and token_cost must be >= 0, most >= 1 and prior > 0, got "
-                f"{self.draft_cost}, {self.token_cost}, {self.most} and {self.prior}"
-            )
-        if not 0 <= self.acceptance <= 1 or not 0 < self.decay <= 1:
-            raise InputError(
-                f"acceptance must be in [0, 1] and decay in (0, 1], got {self.acceptance} and {self.decay}"
-            )
+    draft_cost: float = option(0.15, least=0)
+    token_cost: float = option(0.02, least=0)
+    most: int = option(16, least=1)
+    acceptance: float = option(0.7, least=0, most=1)
+    prior: float = option(10.0, above=0)
+    decay: float = option(0.95, above=0, most=1)
 
     def open(self) -> PlannedState:
         return PlannedState(accepted=self.acceptance * self.prior, tested=self.prior)

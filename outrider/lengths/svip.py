@@ -7,13 +7,14 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Int
 
-from outrider.core.types import InputError, Step
+from outrider.core.option import CheckedOptions, option
+from outrider.core.types import Step
 from outrider.lengths.entropy import entropies
 from outrider.trees.protocol import Level
 
 
 @dataclass(frozen=True, kw_only=True)
-class SvipLength:
+class SvipLength(CheckedOptions):
     r"""Keep the token, then stop if the row that it was drawn from has $\sqrt{c H} > h$, with H its entropy in nats.
 
     Attributes:
@@ -28,16 +29,9 @@ class SvipLength:
     constant: ClassVar[bool] = False
     lossy = None
 
-    num_speculative_tokens: int = 40
-    scale: float = 0.15
-    threshold: float = 0.3
-
-    def __post_init__(self) -> None:
-        if self.num_speculative_tokens < 1 or self.scale <= 0 or self.threshold < 0:
-            raise InputError(
-                "num_speculative_tokens must be >= 1, scale > 0 and threshold >= 0, got "
-                f"{self.num_speculative_tokens}, {self.scale} and {self.threshold}"
-            )
+    num_speculative_tokens: int = option(40, least=1)
+    scale: float = option(0.15, above=0)
+    threshold: float = option(0.3, least=0, finite=False)
 
     def open(self) -> None:
         return None

@@ -9,12 +9,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.core.types import InputError, Step
+from outrider.core.option import CheckedOptions, option
+from outrider.core.types import Step
 from outrider.trees.protocol import Level
 
 
 @dataclass(frozen=True, kw_only=True)
-class TetrisLength:
+class TetrisLength(CheckedOptions):
     r"""Each request drafts `num_speculative_tokens + extra` tokens; of all tokens of the batch, the best are verified,
     `num_speculative_tokens` per request on average.
 
@@ -33,16 +34,9 @@ class TetrisLength:
 
     constant: ClassVar[bool] = False
 
-    num_speculative_tokens: int = 4
-    extra: int = 2
+    num_speculative_tokens: int = option(4, least=1)
+    extra: int = option(2, least=0)
     criterion: Literal["predictable", "original"] = "predictable"
-
-    def __post_init__(self) -> None:
-        if self.num_speculative_tokens < 1 or self.extra < 0:
-            raise InputError(
-                "num_speculative_tokens must be >= 1 and extra >= 0, got "
-                f"{self.num_speculative_tokens} and {self.extra}"
-            )
 
     @property
     def lossy(self) -> str | None:

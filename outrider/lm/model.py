@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.core.option import Bounds
 from outrider.core.ranks import join
 from outrider.core.types import InputError
 from outrider.host.mapped import release_pages
@@ -463,8 +464,7 @@ class LanguageModel(SlottedLM):
 def check_context(anatomy: Anatomy, max_context: int | None) -> None:
     """Raise InputError if a context is longer than the model allows, or too short for the check of its masks."""
     limit = anatomy.longest_context
-    if max_context is not None and max_context < LEAST_CONTEXT:
-        raise InputError(f"max_context must be >= {LEAST_CONTEXT}, got {max_context}")
+    Bounds(least=LEAST_CONTEXT).check("max_context", max_context)
     if max_context is not None and limit is not None and max_context > limit:
         raise InputError(f"max_context must be <= {limit}, the most that {anatomy.text_name} allows, got {max_context}")
 

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.core.option import Bounds
 from outrider.core.types import InputError
 from outrider.host.meanwhile import hand_over
 from outrider.lm.hf.anatomy import Anatomy
@@ -101,8 +102,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         vocab_size: int | None = None,
         overcommit: bool = False,
     ) -> None:
-        if max_slots < 1:
-            raise InputError(f"max_slots must be >= 1, got {max_slots}")
+        Bounds(least=1).check("max_slots", max_slots)
         self.anatomy = Anatomy.of(model)
         if (reason := refusal(self.anatomy, max_context=max_context)) is not None:
             raise InputError(reason)

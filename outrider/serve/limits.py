@@ -1,12 +1,12 @@
 """The limits of a server: how much it queues, how long it waits, how large a request may be."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from outrider.core.inputs import InputError
+from outrider.core.option import CheckedOptions, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(CheckedOptions):
     """The limits of a server.
 
     Attributes:
@@ -46,31 +46,25 @@ class Limits:
         outrider.core.inputs.InputError: max_queue must be >= 0, got -1
     """
 
-    max_queue: int = 256
-    max_queue_tokens: int | None = None
-    max_concurrent_per_key: int | None = None
-    request_timeout: float = 600.0
-    stall_seconds: float = 120.0
-    slow_client_seconds: float = 30.0
-    unsent_bytes: int = 2**20
-    drain_seconds: float = 30.0
-    max_outputs: int = 16
-    max_prompts: int = 64
-    max_stops: int = 16
-    max_stop_length: int = 256
-    max_logit_bias: int = 1024
-    max_logprobs: int = 20
-    max_tools: int = 128
-    max_body_bytes: int = 8 * 2**20
-    max_header_bytes: int = 64 * 2**10
-    header_seconds: float = 30.0
-    max_json_depth: int = 64
-    max_schema_bytes: int = 64 * 2**10
-    max_schema_depth: int = 32
-    compile_seconds: float = 2.0
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is not None and not value >= 0:
-                raise InputError(f"{each.name} must be >= 0, got {value}")
+    max_queue: int = option(256, least=0)
+    max_queue_tokens: int | None = option(None, least=0)
+    max_concurrent_per_key: int | None = option(None, least=0)
+    request_timeout: float = option(600.0, least=0, finite=False)
+    stall_seconds: float = option(120.0, least=0, finite=False)
+    slow_client_seconds: float = option(30.0, least=0, finite=False)
+    unsent_bytes: int = option(2**20, least=0)
+    drain_seconds: float = option(30.0, least=0, finite=False)
+    max_outputs: int = option(16, least=0)
+    max_prompts: int = option(64, least=0)
+    max_stops: int = option(16, least=0)
+    max_stop_length: int = option(256, least=0)
+    max_logit_bias: int = option(1024, least=0)
+    max_logprobs: int = option(20, least=0)
+    max_tools: int = option(128, least=0)
+    max_body_bytes: int = option(8 * 2**20, least=0)
+    max_header_bytes: int = option(64 * 2**10, least=0)
+    header_seconds: float = option(30.0, least=0, finite=False)
+    max_json_depth: int = option(64, least=0)
+    max_schema_bytes: int = option(64 * 2**10, least=0)
+    max_schema_depth: int = option(32, least=0)
+    compile_seconds: float = option(2.0, least=0, finite=False)

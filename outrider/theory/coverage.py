@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float
 
+from outrider.core.option import Bounds
 from outrider.core.types import InputError
 
 Rule = Literal["token", "block"]
@@ -79,8 +80,7 @@ def coverage(
     """
     length = len(log_ratios)
     bound = length - gamma if before is None and not ended else length if before is None else before
-    if gamma < 1:
-        raise InputError(f"gamma must be >= 1, got {gamma}")
+    Bounds(least=1).check("gamma", gamma)
     if not ended and bound + gamma > length:
         raise InputError(
             f"steps of {gamma} draft tokens in a text of {length} tokens must begin before {length - gamma}, "

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from outrider.core.inputs import InputError
+from outrider.core.option import CheckedOptions, option
 from outrider.learning.options import HeadOptions, loss, size
 
 NOT_OF_PROMPTS = ("regenerate", "held_out", "held_out_split", "capture", "pack", "states", "states_layers")
@@ -72,7 +73,7 @@ class DataOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchOptions:
+class WatchOptions(CheckedOptions):
     """What is measured beside the training.
 
     Attributes:
@@ -86,14 +87,8 @@ class WatchOptions:
     """
 
     depth: int = 5
-    watch_temperature: int = 1
-    watch_prompts: int = 0
-
-    def __post_init__(self) -> None:
-        if self.watch_prompts < 0:
-            raise InputError(f"watch_prompts must be >= 0, got {self.watch_prompts}")
-        if self.watch_temperature not in (0, 1):
-            raise InputError(f"watch_temperature must be 1 or 0, got {self.watch_temperature}")
+    watch_temperature: int = option(1, among=(0, 1))
+    watch_prompts: int = option(0, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

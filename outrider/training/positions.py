@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.core.dice import Purpose, step_generator
+from outrider.core.option import check, option
 from outrider.core.types import InputError
 from outrider.learning.batch import TrainBatch, on_device
 
@@ -75,15 +76,13 @@ class RandomGaps:
     """
 
     limit: int
-    num_gaps: int = 2
-    together: int = 32
+    num_gaps: int = option(2, least=1)
+    together: int = option(32, least=1)
     seed: int = 0
 
     def __post_init__(self) -> None:
         _check_limit(self.limit)
-        for name, value, least in (("num_gaps", self.num_gaps, 1), ("together", self.together, 1)):
-            if value < least:
-                raise InputError(f"{name} must be >= {least}, got {value}")
+        check(self)
 
     def __call__(self, batch: TrainBatch) -> Int[Tensor, "rows length"]:
         """The positions of the tokens. A text with no more tokens than `together` has no jump."""

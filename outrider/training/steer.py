@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core.dice import Purpose, step_generator
+from outrider.core.option import Bounds
 from outrider.core.types import InputError
 from outrider.drafters.steering import CONFIG, Steering, SteeringConfig, read_steering, usual_taps, write_steering
 from outrider.learning.batch import TrainBatch
@@ -70,8 +71,7 @@ class Steered(Distilled):
         chunk: int = CHUNK,
     ) -> None:
         super().__init__(model, target, loss=loss, positions=positions, dtype=dtype, tokenizer=tokenizer, chunk=chunk)
-        if num_speculative_tokens < 1:
-            raise InputError(f"num_speculative_tokens must be >= 1, got {num_speculative_tokens}")
+        Bounds(least=1).check("num_speculative_tokens", num_speculative_tokens)
         self.steering = steering
         self._longest, self._seed = num_speculative_tokens, seed
         self._parts = tuple(up_projections(model))

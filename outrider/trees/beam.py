@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from outrider.core.dice import Dice
-from outrider.core.types import InputError, Structure
+from outrider.core.option import check, option
+from outrider.core.types import Structure
 from outrider.trees.protocol import Children, Level, UnprunedTree, check_size
 
 
@@ -27,11 +28,10 @@ class BeamTree(UnprunedTree):
         Maddison et al. 2014, A* sampling (values from above). https://arxiv.org/abs/1411.0030
     """
 
-    width: int = 4
+    width: int = option(4, least=1)
 
     def __post_init__(self) -> None:
-        if self.width < 1:
-            raise InputError(f"width must be >= 1, got {self.width}")
+        check(self)
         check_size(self.width)
 
     @property

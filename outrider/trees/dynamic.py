@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Bool
 
 from outrider.core.dice import Dice
-from outrider.core.types import InputError, Structure
+from outrider.core.option import check, option
+from outrider.core.types import Structure
 from outrider.trees.protocol import Children, Grown, Level, check_size
 from outrider.trees.ranking import Likeliest, best_of_each
 
@@ -23,12 +24,11 @@ class DynamicTree:
         Li et al. 2024, EAGLE-2. https://arxiv.org/abs/2406.16858
     """
 
-    width: int = 10
-    num_nodes: int = 60
+    width: int = option(10, least=1)
+    num_nodes: int = option(60, least=1)
 
     def __post_init__(self) -> None:
-        if self.width < 1 or self.num_nodes < 1:
-            raise InputError(f"width and num_nodes must be >= 1, got {self.width} and {self.num_nodes}")
+        check(self)
         check_size(max(self.width, self.num_nodes))
 
     @property

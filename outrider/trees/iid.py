@@ -8,7 +8,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from outrider.core.dice import Dice, Draws, Purpose
-from outrider.core.types import InputError, Structure
+from outrider.core.option import check, option
+from outrider.core.types import Structure
 from outrider.core.uploads import upload
 from outrider.trees.protocol import Children, Level, UnprunedTree, check_size
 
@@ -25,12 +26,11 @@ class IidTree(UnprunedTree):
         Sun et al. 2023, SpecTr. https://arxiv.org/abs/2310.15141
     """
 
-    num_paths: int = 3
+    num_paths: int = option(3, least=1)
     dedup: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_paths < 1:
-            raise InputError(f"num_paths must be >= 1, got {self.num_paths}")
+        check(self)
         check_size(self.num_paths)
 
     @property

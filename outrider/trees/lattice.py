@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from outrider.core.dice import Dice
-from outrider.core.types import InputError, Structure
+from outrider.core.option import check, option
+from outrider.core.types import Structure
 from outrider.trees.dynamic import likeliest_tree
 from outrider.trees.protocol import Children, Grown, Level, check_size
 
@@ -24,11 +25,10 @@ class LatticeTree:
         Ringel and Romano 2026, DDTree. https://arxiv.org/abs/2604.12989
     """
 
-    num_nodes: int = 32
+    num_nodes: int = option(32, least=1)
 
     def __post_init__(self) -> None:
-        if self.num_nodes < 1:
-            raise InputError(f"num_nodes must be >= 1, got {self.num_nodes}")
+        check(self)
         check_size(self.num_nodes)
 
     @property

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from outrider.core.dice import Dice
-from outrider.core.types import InputError, Structure
+from outrider.core.option import check, option
+from outrider.core.types import Structure
 from outrider.trees.dynamic import likeliest_tree
 from outrider.trees.protocol import Children, Grown, Level, check_size, nothing
 from outrider.trees.ranking import Likeliest, best_of_each
@@ -25,12 +26,11 @@ class OptTree:
         Wang et al. 2024, OPT-Tree. https://arxiv.org/abs/2406.17276
     """
 
-    num_nodes: int = 30
-    threshold: float = 0.3
+    num_nodes: int = option(30, least=1)
+    threshold: float = option(0.3, least=0)
 
     def __post_init__(self) -> None:
-        if self.num_nodes < 1 or self.threshold < 0:
-            raise InputError(f"num_nodes must be >= 1 and threshold >= 0, got {self.num_nodes} and {self.threshold}")
+        check(self)
         check_size(self.num_nodes)
 
     @property

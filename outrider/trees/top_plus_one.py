@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from outrider.core.dice import Dice
-from outrider.core.types import InputError, Structure
+from outrider.core.option import check, option
+from outrider.core.types import Structure
 from outrider.trees.gumbel import drawn
 from outrider.trees.protocol import Children, Level, UnprunedTree, check_size
 
@@ -23,11 +24,10 @@ class TopPlusOneTree(UnprunedTree):
         Sun et al. 2024, SpecHub, for width 2. https://arxiv.org/abs/2411.05289
     """
 
-    width: int = 2
+    width: int = option(2, least=1)
 
     def __post_init__(self) -> None:
-        if self.width < 1:
-            raise InputError(f"width must be >= 1, got {self.width}")
+        check(self)
         check_size(self.width)
 
     @property

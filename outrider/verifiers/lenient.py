@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.core.dice import Dice
-from outrider.core.types import Draft, InputError, Verdict
+from outrider.core.option import CheckedOptions, option
+from outrider.core.types import Draft, Verdict
 from outrider.verifiers.protocol import (
     Decision,
     chains,
@@ -26,7 +27,7 @@ Probabilities = TypeVar("Probabilities", Float[np.ndarray, "..."], Float[Tensor,
 
 
 @dataclass(frozen=True, kw_only=True)
-class LenientVerifier(StatedVerifier):
+class LenientVerifier(CheckedOptions, StatedVerifier):
     r"""Token verification that accepts with probability $\min(1, f(p(x))/q(x))$; the residual stays $(p - q)_+$.
 
     `linear` is $f(p) = p/e$, where e is called lenience; `squared` is $p/e^2$; `exponential` is $p^e$. e is the field
@@ -42,12 +43,8 @@ class LenientVerifier(StatedVerifier):
     kinds = CHAINS
     lossy = True
 
-    strength: float = 0.5
+    strength: float = option(0.5, above=0, most=1, note=" (1 is lossless)")
     family: Literal["linear", "squared", "exponential"] = "linear"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.strength <= 1:
-            raise InputError(f"strength must be in (0, 1] (1 is lossless), got {self.strength}")
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         if target_rows.device.type != "cpu":

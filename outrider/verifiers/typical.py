@@ -8,14 +8,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.core.dice import Dice, Purpose
+from outrider.core.option import CheckedOptions, option
 from outrider.core.sampling import rows_at_once
-from outrider.core.types import Draft, InputError, Verdict
+from outrider.core.types import Draft, Verdict
 from outrider.verifiers.protocol import everyone, upload, verdict_at
 from outrider.verifiers.traits import EVERY, StatedVerifier
 
 
 @dataclass(frozen=True, kw_only=True)
-class TypicalVerifier(StatedVerifier):
+class TypicalVerifier(CheckedOptions, StatedVerifier):
     r"""Accept a token x if $p(x) > \min(\epsilon, \delta e^{-H})$, with H the entropy of the target's row in nats.
 
     Of the nodes whose whole path is accepted, the deepest wins; of equally deep ones, the one with the likeliest path.
@@ -33,15 +34,8 @@ class TypicalVerifier(StatedVerifier):
     kinds = EVERY
     lossy = True
 
-    posterior_threshold: float = 0.09
-    posterior_alpha: float = 0.3
-
-    def __post_init__(self) -> None:
-        if not 0 < self.posterior_threshold < 1 or self.posterior_alpha <= 0:
-            raise InputError(
-                "posterior_threshold must be in (0, 1) and posterior_alpha > 0, got "
-                f"{self.posterior_threshold} and {self.posterior_alpha}"
-            )
+    posterior_threshold: float = option(0.09, above=0, below=1)
+    posterior_alpha: float = option(0.3, above=0, finite=False)
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         nodes = np.flatnonzero(draft.parents >= 0)

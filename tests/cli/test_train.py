@@ -98,7 +98,8 @@ def test_one_command_trains_a_head_further(monkeypatch, capsys, tmp_path, alone,
 
 @every_head
 def test_what_a_head_on_disk_fixes_is_refused_by_name(monkeypatch, capsys, tmp_path, alone, kind) -> None:
-    sizes = [each for each in fields(HEADS[kind].options) if each.metadata.get("kind") == SIZE]
+    options = HEADS[kind].options
+    sizes = [each for each in fields(options) if each.name in options.of_kinds(SIZE)]
     for each in sizes:
         option = f"--{each.name.replace('_', '-')}"
         # A number that stands for none is 2; one for several numbers too.
@@ -136,7 +137,7 @@ def test_heads_of_one_depth_each_come_with_a_tree(monkeypatch, capsys, tmp_path,
         ("eagle", ("--divergence", "kl"), "unknown divergence"),
         ("eagle", ("--decay", "0"), "decay must be > 0"),
         ("eagle", ("--init-from", "/nowhere"), "there is no directory /nowhere"),
-        ("eagle", ("--watch-temperature", "2"), "watch_temperature must be 1 or 0, got 2"),
+        ("eagle", ("--watch-temperature", "2"), "watch_temperature must be one of 0, 1, got 2"),
         ("eagle", ("--held-out", "/nowhere"), "/nowhere"),
         ("eagle", ("--column", "prompt"), "--column must be a pair such as prompt=question, got 'prompt'"),
         ("eagle", ("--draft-vocab", "5"), "No such option"),

@@ -138,7 +138,7 @@ def test_a_head_without_confidence_is_refused_with_the_length_that_needs_it(tmp_
     cell = Cell(rows="sampled", structure="chain", verifier=TokenVerifier(), length=ConfidentLength())
     assert "needs a drafter that estimates" in refusal(cell)
     assert refusal(Cell(**{**vars(cell), "estimates": True})) is None
-    with pytest.raises(InputError, match="threshold in"):
+    with pytest.raises(InputError, match="threshold must be in"):
         ConfidentLength(threshold=1.5)
 
 

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 
 import outrider
 from outrider import catalog
+from outrider.core.option import bounds_of
 from outrider.core.types import InputError, Sampling
 from outrider.heads.objective import HeadContext, HeadObjective
 from outrider.heads.spec import HeadSpec
-from outrider.learning.options import SIZE
+from outrider.learning.options import LOSS, SIZE
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
 from outrider.proof.rule import law_error
@@ -136,10 +137,18 @@ def test_a_head_on_disk_trains_further_and_says_its_sizes_itself(kind, tmp_path)
     made = moved(learner(kind))
     made.write(tmp_path)
     assert same(weights(learner(kind, init_from=str(tmp_path))), weights(made))
-    fixed = {each.name: each.default for each in fields(spec_of(kind).options) if each.metadata.get("kind") == SIZE}
+    options = spec_of(kind).options
+    sizes = options.of_kinds(SIZE)
+    fixed = {each.name: each.default for each in fields(options) if each.name in sizes}
     for name, value in fixed.items():
         with pytest.raises(InputError, match=f"^{name}: the head in {tmp_path} says it; leave it out"):
-            learner(kind, init_from=str(tmp_path), **{name: value})
+            # A size at its default counts too where options come by name, as from a command line.
+            options.of({"init_from": str(tmp_path), name: value})
+
+
+def test_a_size_of_another_value_is_refused_beside_a_head_on_disk():
+    with pytest.raises(InputError, match=r"^layers: the head in there says it; leave it out"):
+        spec_of("medusa").options(init_from="there", layers=2).check()
 
 
 @every_head
@@ -147,7 +156,7 @@ def test_what_a_run_must_keep_is_json_and_has_every_option_that_changes_the_head
     options = spec_of(kind).options
     found = options(init_from="there").identity()
     assert json.loads(json.dumps(found)) == found
-    assert found.keys() == {each.name for each in fields(options) if "kind" in each.metadata}
+    assert found.keys() == {name for name, bounds in bounds_of(options).items() if bounds.kind in (SIZE, LOSS)}
     assert found["init_from"] == "there"
 
 

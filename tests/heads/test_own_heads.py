@@ -116,7 +116,7 @@ def test_blockwise_heads_that_do_not_fit_are_refused_in_one_sentence(tmp_path):
             path.bind(wrong)
     for fields, message in (
         ({"rescorer": "a", "paths": 3}, "leave out rescorer or paths"),
-        ({"lam": 1.5}, r"lam must be in 0\.\.1, got 1\.5"),
+        ({"lam": 1.5}, r"lam must be in \[0, 1\], got 1\.5"),
         ({"mu": -1.0}, "mu must be >= 0"),
         ({"paths": 0}, "paths must be >= 1, got 0"),
         ({"top_k": 0}, "top_k must be >= 1, got 0"),

@@ -360,8 +360,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
         ("dspark", {"markov_rank": 0}, "markov_rank must be >= 1"),
         ("dflash", {"num_anchors": 0}, "num_anchors must be >= 1"),
         ("dflash", {"gamma": 0.0}, "gamma must be > 0"),
-        ("dflash", {"hard": 1.5}, "hard must be in 0..1"),
-        ("dflash", {"weighting": "all"}, "weighting must be decay, even or survival"),
+        ("dflash", {"hard": 1.5}, r"hard must be in \[0, 1\]"),
+        ("dflash", {"weighting": "all"}, "weighting must be one of decay, even, survival"),
     ):
         with pytest.raises(InputError, match=message):
             fresh(kind, target, **wrong)

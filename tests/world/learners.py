@@ -42,7 +42,7 @@ def head_learner(
     if "noise" in {field.name for field in fields(spec.options)}:
         options = {"noise": 0.0, **options}
     if "init_from" in options:
-        fixed = {field.name for field in fields(spec.options) if field.metadata.get("kind") == SIZE}
+        fixed = spec.options.of_kinds(SIZE)
         options = {key: value for key, value in options.items() if key not in fixed}
     context = HeadContext(target=target, documents=documents, depth=depth, seed=seed, dtype=dtype)
     return spec.learner(spec.options(divergence=loss or "ce", **options), context)

@@ -7,17 +7,14 @@ import numpy as np
 
 from outrider.bench.workloads.conversation import Conversation
 from outrider.core.inputs import InputError
+from outrider.core.option import CheckedOptions, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClosedLoop:
+class ClosedLoop(CheckedOptions):
     """So many conversations at once: when one ends, the next begins."""
 
-    concurrency: int = 1
-
-    def __post_init__(self) -> None:
-        if self.concurrency < 1:
-            raise InputError(f"concurrency must be >= 1, got {self.concurrency}")
+    concurrency: int = option(1, least=1)
 
     @property
     def name(self) -> str:
@@ -30,15 +27,11 @@ class ClosedLoop:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenLoop:
+class OpenLoop(CheckedOptions):
     """So many conversations per second, whether the engine keeps up or not; gaps are exponential (Poisson)."""
 
-    rate: float
+    rate: float = option(above=0, note=" conversations per second")
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.rate < float("inf"):
-            raise InputError(f"rate must be > 0 conversations per second, got {self.rate:g}")
 
     @property
     def name(self) -> str:
@@ -52,18 +45,14 @@ class OpenLoop:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
+class Trace(CheckedOptions):
     """As the workload says.
 
     Attributes:
         speed: How many times as fast as it says.
     """
 
-    speed: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.speed < float("inf"):
-            raise InputError(f"the speed of a trace must be > 0, got {self.speed:g}")
+    speed: float = option(1.0, above=0)
 
     @property
     def name(self) -> str:

@@ -28,6 +28,7 @@ from outrider.bench.workloads.conversation import Conversation
 from outrider.bench.workloads.formats import TraceUnits
 from outrider.bench.workloads.workload import BUILT_IN, Workload, read_workload
 from outrider.core.inputs import InputError
+from outrider.core.option import check, option
 from outrider.core.progress import task
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
@@ -73,11 +74,11 @@ class BenchPlan:
     generation: Generation = field(default_factory=lambda: Generation(max_new_tokens=96))
     workload: str = BUILT_IN
     units: TraceUnits = field(default_factory=TraceUnits)
-    num_prompts: int | None = 24
+    num_prompts: int | None = option(24, least=1)
     loads: tuple[Load, ...] = (ClosedLoop(),)
-    rounds: int = 3
-    time_limit: float | None = None
-    gate_limit: float = TIME_LIMIT
+    rounds: int = option(3, least=1)
+    time_limit: float | None = option(None, above=0, finite=False, note=" seconds")
+    gate_limit: float = option(TIME_LIMIT, above=0, finite=False, note=" seconds")
     seed: int = 0
     peers: PeerOptions = field(default_factory=PeerOptions)
     objectives: Objectives | None = None
@@ -87,12 +88,7 @@ class BenchPlan:
         names = [each.name for each in self.configurations]
         if twice := {name for name in names if names.count(name) > 1}:
             raise InputError(f"two configurations are called {min(twice)!r}; give them other names with name=...")
-        if self.rounds < 1 or (self.num_prompts is not None and self.num_prompts < 1):
-            raise InputError(f"rounds and num_prompts must be >= 1, got {self.rounds} and {self.num_prompts}")
-        if self.time_limit is not None and not self.time_limit > 0:
-            raise InputError(f"time_limit must be > 0 seconds, got {self.time_limit:g}")
-        if not self.gate_limit > 0:
-            raise InputError(f"gate_limit must be > 0 seconds, got {self.gate_limit:g}")
+        check(self)
         if not self.loads:
             raise InputError("a measurement needs a load, such as a concurrency")
 

@@ -9,6 +9,7 @@ from typing import overload
 import numpy as np
 
 from outrider.core.conversations import RecordShape, taken_for
+from outrider.core.option import Bounds
 from outrider.core.types import InputError
 from outrider.learning.batch import Document
 
@@ -49,8 +50,7 @@ class Corpus(Sequence[Document]):
         learnable: bool = False,
         taken: Counter[RecordShape] | None = None,
     ) -> None:
-        if max_tokens is not None and max_tokens < 2:
-            raise InputError(f"max_tokens must be >= 2, got {max_tokens}")
+        Bounds(least=2).check("max_tokens", max_tokens)
         self.max_tokens, self.num_cut, self.num_dropped = max_tokens, 0, 0
         borders, starts = [0], []
         self._domains: list[str | None] = []

@@ -13,6 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from outrider.core.conversations import RecordedConversation, RecordShape, conversation_of
+from outrider.core.option import Bounds
 from outrider.core.types import InputError
 from outrider.engine.prompts import NO_TOKENIZER, encode
 from outrider.learning.batch import Document
@@ -49,8 +50,7 @@ def read_documents(
     Raises:
         InputError: A source does not exist, holds no text, or a record cannot be read. The message names it.
     """
-    if limit is not None and limit < 1:
-        raise InputError(f"limit must be >= 1, got {limit}")
+    Bounds(least=1).check("limit", limit)
     sources: Iterable[str | Path] = [source] if isinstance(source, str | Path) else source
     reader = RecordReader(tokenizer=tokenizer, prompts=prompts, vocab_size=vocab_size)
     documents = (

@@ -12,6 +12,7 @@ from jaxtyping import Int
 
 from outrider.core import files
 from outrider.core.dice import numbered_seed
+from outrider.core.option import check, option
 from outrider.core.types import InputError, Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
@@ -42,13 +43,11 @@ class AnswerOptions:
     """
 
     sampling: Sampling = field(default_factory=Sampling)
-    max_new_tokens: int = 256
-    prompt_tokens: int = 32
+    max_new_tokens: int = option(256, least=1)
+    prompt_tokens: int = option(32, least=1)
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "prompt_tokens"):
-            if (value := getattr(self, name)) < 1:
-                raise InputError(f"{name} must be >= 1, got {value}")
+        check(self)
         if self.sampling.processors or self.sampling.logit_bias:
             raise InputError("answers for training are drawn without logits processors and logit_bias")
 

@@ -7,15 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.core.inputs import InputError
+from outrider.core.option import Bounds, check, option
 
 FREE = ("micro_batch_size", "save_every", "save_minutes", "log_every", "device", "tracker")
 """Settings that may change when a run goes on. They change its weights by rounding at most."""
-SMALLEST = {
-    **dict.fromkeys(("steps", "batch_size", "micro_batch_size", "save_every", "watch_every", "log_every"), 1),
-    **dict.fromkeys(("warmup", "seed", "learning_rate", "weight_decay", "save_minutes"), 0),
-    "max_length": 2,
-}
-"""The smallest value of each number that has one."""
 PRECISIONS = ("no", "bf16", "fp16")
 SCHEDULES = ("cosine", "constant")
 TENSORBOARD = "tensorboard"
@@ -53,44 +48,32 @@ class TrainSettings:
             accelerate knows and that is installed, such as `wandb` or `mlflow`; several with commas between them.
     """
 
-    steps: int = 1000
-    learning_rate: float = 3e-4
-    warmup: int = 50
-    schedule: str = "cosine"
-    min_lr_ratio: float = 0.1
-    batch_size: int = 32
-    micro_batch_size: int | None = None
-    max_length: int = 512
-    clip: float | None = 1.0
-    weight_decay: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.95
-    precision: str | None = None
-    seed: int = 0
-    save_every: int = 200
-    save_minutes: float = 3.0
-    watch_every: int = 200
-    log_every: int = 10
+    steps: int = option(1000, least=1)
+    learning_rate: float = option(3e-4, least=0)
+    warmup: int = option(50, least=0)
+    schedule: str = option("cosine", among=SCHEDULES)
+    min_lr_ratio: float = option(0.1, least=0, most=1)
+    batch_size: int = option(32, least=1)
+    micro_batch_size: int | None = option(None, least=1)
+    max_length: int = option(512, least=2)
+    clip: float | None = option(1.0, above=0, finite=False)
+    weight_decay: float = option(0.01, least=0)
+    beta1: float = option(0.9, least=0, below=1)
+    beta2: float = option(0.95, least=0, below=1)
+    precision: str | None = option(None, among=PRECISIONS)
+    seed: int = option(0, least=0)
+    save_every: int = option(200, least=1)
+    save_minutes: float = option(3.0, least=0)
+    watch_every: int = option(200, least=1)
+    log_every: int = option(10, least=1)
     keep_best: bool = True
     device: str | None = None
     tracker: str = "tensorboard"
 
     def __post_init__(self) -> None:
-        for name, least in SMALLEST.items():
-            value = getattr(self, name)
-            if value is not None and not (value >= least and math.isfinite(value)):
-                raise InputError(f"{name} must be >= {least}, got {value}")
-        if self.clip is not None and not self.clip > 0:
-            raise InputError(f"clip must be > 0, got {self.clip}")
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise InputError(f"min_lr_ratio must be in 0..1, got {self.min_lr_ratio}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"{name} must be >= 0 and below 1, got {getattr(self, name)}")
-        choices = [("precision", self.precision, PRECISIONS), ("schedule", self.schedule, SCHEDULES)]
-        for name, value, known in [*choices, *(("tracker", each, TRACKERS) for each in self.trackers)]:
-            if value is not None and value not in known:
-                raise InputError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        check(self)
+        for each in self.trackers:
+            Bounds(among=TRACKERS).check("tracker", each)
         if self.device not in (None, "cpu"):
             raise InputError(
                 f"device must be cpu or left out, got {self.device!r}; choose among GPUs with CUDA_VISIBLE_DEVICES"

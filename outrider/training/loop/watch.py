@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from outrider.core.dice import Purpose, corpus_generator
+from outrider.core.option import Bounds
 from outrider.core.types import InputError
 from outrider.learning.batch import Document, TrainBatch
 from outrider.learning.learner import JudgedDrafts, Judging, Learner
@@ -89,8 +90,7 @@ class Evaluation:
         temperature: Literal[0, 1] = 1,
         decode: Callable[[Learner], float] | None = None,
     ) -> None:
-        if depth < 1:
-            raise InputError(f"depth must be >= 1, got {depth}")
+        Bounds(least=1).check("depth", depth)
         if temperature not in (0, 1):
             raise InputError(f"the temperature of the watch must be 1 or 0, got {temperature}")
         # Texts are cut at the end, not at a drawn place as in training, so that every measurement sees the same tokens.

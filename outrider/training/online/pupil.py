@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from outrider.core.inputs import InputError
+from outrider.core.option import check, option
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Drafter
 from outrider.host.threads import release_threads
@@ -47,29 +47,21 @@ class OnlineSettings:
         outrider.core.inputs.InputError: interval must be >= 1, got 0
     """
 
-    interval: int = 8
-    learning_rate: float = 1e-4
+    interval: int = option(8, least=1)
+    learning_rate: float = option(1e-4, least=0)
     divergence: str = "fkl"
-    clip: float = 1.0
-    max_length: int = 512
-    max_corrections: int = 1024
+    clip: float = option(1.0, above=0, finite=False)
+    max_length: int = option(512, least=1)
+    max_corrections: int = option(1024, least=1)
     in_thread: bool = False
-    margin: float | None = 0.1
-    least_drafted: int = 512
+    margin: float | None = option(0.1, least=0, most=1, note=", or None for never")
+    least_drafted: int = option(512, least=1)
     snapshots: Path | None = None
-    snapshot_interval: int = 16
+    snapshot_interval: int = option(16, least=1)
     resume: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("interval", "max_length", "max_corrections", "least_drafted", "snapshot_interval"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if not 0 <= self.learning_rate < float("inf"):
-            raise InputError(f"learning_rate must be >= 0, got {self.learning_rate}")
-        if not self.clip > 0:
-            raise InputError(f"clip must be > 0, got {self.clip}")
-        if self.margin is not None and not 0 <= self.margin <= 1:
-            raise InputError(f"margin must be in [0, 1], or None for never, got {self.margin}")
+        check(self)
         divergence(self.divergence)
 
 

@@ -336,7 +336,7 @@ def test_groups_hold_every_conversation_once():
     ("given", "sentence"),
     [
         ({"configurations": (named("a", {}), named("a", {}))}, "two configurations are called 'a'"),
-        ({"rounds": 0}, "rounds and num_prompts must be >= 1"),
+        ({"rounds": 0}, "rounds must be >= 1, got 0"),
         ({"time_limit": 0.0}, "time_limit must be > 0"),
         ({"loads": ()}, "needs a load"),
     ],
