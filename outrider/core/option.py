@@ -116,7 +116,9 @@ def check(options: Any, what: Callable[[str], str] = str) -> None:
         options: An instance of a dataclass. Its fields without bounds are not looked at.
         what: What a message calls a field.
     """
-    for name, kind, may_lack, bounds in _options_of(type(options)):
+    # mypy takes no class of dataclasses for hashable.
+    options_of: Any = type(options)
+    for name, kind, may_lack, bounds in _options_of(options_of):
         value = getattr(options, name)
         if value is None and may_lack:
             continue

@@ -72,4 +72,5 @@ class HeadOptions(CheckedOptions):
     @classmethod
     def of_kinds(cls, *kinds: str) -> list[str]:
         """The names of the options of some kinds."""
-        return [name for name, bounds in bounds_of(cls).items() if bounds.kind in kinds]
+        options: Any = cls
+        return [name for name, bounds in bounds_of(options).items() if bounds.kind in kinds]
