@@ -215,7 +215,7 @@ class _Answer:
             accepted_per_position=list(drafts.accepted_per_position),
             block_efficiency=len(self.tokens) / steps if steps else 0.0,
             seconds=seconds,
-            logprobs=None if scored is None else [each.own for each in scored],
+            logprobs=None if scored is None else [each.logprob for each in scored],
             top_logprobs=None if scored is None else [dict(each.top) for each in scored],
             error=error,
         )

@@ -18,18 +18,18 @@ class AnswerToken:
 
     Attributes:
         token: Its id.
-        own: Its log-probability.
-        top: Those of the likeliest tokens, its own too.
+        logprob: Its log-probability.
+        top: Those of the likeliest tokens, its logprob too.
     """
 
     token: int
-    own: float
+    logprob: float
     top: Mapping[int, float]
 
     @property
     def gap(self) -> float:
         """How much less likely it is than the likeliest token."""
-        return max(self.top.values()) - self.own
+        return max(self.top.values()) - self.logprob
 
 
 def complete(remote: Remote, prompt: str | Sequence[int], **fields: Any) -> list[list[AnswerToken]]:
@@ -58,28 +58,30 @@ def places(choice: Mapping[str, Any], first: int = 0) -> list[AnswerToken]:
     Args:
         first: Where to begin.
     """
-    found = choice.get("logprobs")
-    if not found:
+    logprobs = choice.get("logprobs")
+    if not logprobs:
         raise RemoteError("the server tells no log-probabilities; they are needed here (logprobs)")
-    if "content" in found:
+    if "content" in logprobs:
         return [
             AnswerToken(
                 token=_id(each["token"]),
-                own=each["logprob"],
+                logprob=each["logprob"],
                 top={_id(other["token"]): other["logprob"] for other in each["top_logprobs"]},
             )
-            for each in (found["content"] or [])[first:]
+            for each in (logprobs["content"] or [])[first:]
         ]
-    rows = zip(found["tokens"][first:], found["token_logprobs"][first:], found["top_logprobs"][first:], strict=True)
+    rows = zip(
+        logprobs["tokens"][first:], logprobs["token_logprobs"][first:], logprobs["top_logprobs"][first:], strict=True
+    )
     return [
-        AnswerToken(token=_id(token), own=own, top={_id(name): value for name, value in top.items()})
-        for token, own, top in rows
+        AnswerToken(token=_id(token), logprob=logprob, top={_id(name): value for name, value in top.items()})
+        for token, logprob, top in rows
     ]
 
 
 def _body(prompt: str | Sequence[int]) -> dict[str, Any]:
-    given = prompt if isinstance(prompt, str) else list(prompt)
-    return {"prompt": given, "return_tokens_as_token_ids": True, **RAW}
+    text_or_ids = prompt if isinstance(prompt, str) else list(prompt)
+    return {"prompt": text_or_ids, "return_tokens_as_token_ids": True, **RAW}
 
 
 def _id(name: str) -> int:

@@ -150,10 +150,10 @@ def check_greedy(remote: Remote, prompts: Sequence[str], progress: Callable[[int
         tokens = tokenize(remote, {"prompt": prompt})
         [output] = complete(remote, tokens, temperature=0, max_tokens=NUM_TOKENS, logprobs=1)
         scored = score(remote, [*tokens, *(place.token for place in output)], top=1)[len(tokens) - 1 :]
-        for position, (made, found) in enumerate(zip(output, scored, strict=True)):
-            noise = max(noise, abs(made.own - found.own))
-            if found.gap > 0:
-                partings.append(Parting(prompt=number, position=position, token=found.token, gap=found.gap))
+        for position, (emitted, read) in enumerate(zip(output, scored, strict=True)):
+            noise = max(noise, abs(emitted.logprob - read.logprob))
+            if read.gap > 0:
+                partings.append(Parting(prompt=number, position=position, token=read.token, gap=read.gap))
         count += len(output)
         progress(1)
     return GreedyCheck(num_tokens=count, noise=noise, partings=tuple(partings))
@@ -203,9 +203,9 @@ def first_tokens(outputs: Sequence[Sequence[AnswerToken]]) -> ChiSquare:
     these where they are too few.
     """
     law = probabilities(outputs[0][0])
-    found = Counter(output[0].token for output in outputs)
+    counts = Counter(output[0].token for output in outputs)
     many = [token for token, share in law.items() if share * len(outputs) >= LEAST_EXPECTED]
-    observed = [float(found[token]) for token in many]
+    observed = [float(counts[token]) for token in many]
     expected = [law[token] * len(outputs) for token in many]
     rest = len(outputs) - sum(expected)
     others = len(outputs) - sum(observed)
@@ -220,8 +220,8 @@ def first_tokens(outputs: Sequence[Sequence[AnswerToken]]) -> ChiSquare:
 
 def probabilities(place: AnswerToken) -> dict[int, float]:
     """The probabilities of the likeliest tokens, the likeliest one first."""
-    found = {token: math.exp(value) for token, value in place.top.items()}
-    return dict(sorted(found.items(), key=lambda each: -each[1]))
+    probabilities = {token: math.exp(value) for token, value in place.top.items()}
+    return dict(sorted(probabilities.items(), key=lambda each: -each[1]))
 
 
 def drafted(remote: Remote) -> int | None:
@@ -230,8 +230,8 @@ def drafted(remote: Remote) -> int | None:
         lines = remote.text("/metrics").splitlines()
     except RemoteError:
         return None
-    found = [line for line in lines if line.startswith(DRAFTS)]
-    return round(sum(float(line.rsplit(" ", 1)[-1]) for line in found)) if found else None
+    counters = [line for line in lines if line.startswith(DRAFTS)]
+    return round(sum(float(line.rsplit(" ", 1)[-1]) for line in counters)) if counters else None
 
 
 class _Ranks:

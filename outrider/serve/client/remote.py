@@ -108,23 +108,23 @@ class Remote:
                 data = text.removeprefix("data:").strip()
                 if data == DONE:
                     return
-                found = _value(data)
-                if not isinstance(found, Mapping):
-                    raise RemoteError(f"{self.url}{path} streamed {shown(found)}; {STRANGE}")
-                if found.get("error"):
-                    raise RemoteError(f"the server ended the request: {_message(found)}")
-                yield found
+                value = _value(data)
+                if not isinstance(value, Mapping):
+                    raise RemoteError(f"{self.url}{path} streamed {shown(value)}; {STRANGE}")
+                if value.get("error"):
+                    raise RemoteError(f"the server ended the request: {_message(value)}")
+                yield value
         raise RemoteError(f"{self.url}{path} ended its answer in the middle; see whether the server still runs")
 
     def models(self) -> list[dict[str, Any]]:
         """The models that it serves."""
         with understood(f"{self.url}/v1/models"):
-            found: list[dict[str, Any]] = list(self.get("/v1/models")["data"])
-            for card in found:
+            cards: list[dict[str, Any]] = list(self.get("/v1/models")["data"])
+            for card in cards:
                 card["id"].encode()
-        if not found:
+        if not cards:
             raise RemoteError(f"{self.url} serves no model")
-        return found
+        return cards
 
     @contextmanager
     def _answer(

@@ -78,18 +78,18 @@ class Acceptance:
         """The counts in the `metrics` of an answer; None if it has none.
 
         Example:
-            >>> told = {"acceptance_histogram": [1, 0, 2], "num_draft_tokens": 6, "num_spec_steps": 3}
-            >>> Acceptance.of_answer({"speculative_decoding": told})
+            >>> numbers = {"acceptance_histogram": [1, 0, 2], "num_draft_tokens": 6, "num_spec_steps": 3}
+            >>> Acceptance.of_answer({"speculative_decoding": numbers})
             Acceptance(num_drafts=3, num_draft_tokens=6, num_accepted_tokens=4, accepted_per_position=(2, 2))
         """
-        own = (metrics or {}).get("speculative_decoding")
-        if not own:
+        numbers = (metrics or {}).get("speculative_decoding")
+        if not numbers:
             return None
-        steps: Sequence[int] = own["acceptance_histogram"]
+        steps: Sequence[int] = numbers["acceptance_histogram"]
         positions = tuple(sum(steps[depth:]) for depth in range(1, len(steps)))
         return cls(
             num_drafts=sum(steps),
-            num_draft_tokens=own["num_draft_tokens"],
+            num_draft_tokens=numbers["num_draft_tokens"],
             num_accepted_tokens=sum(positions),
             accepted_per_position=positions,
         )

@@ -26,13 +26,13 @@ def error_line(log: str) -> str | None:
         ...     For further information visit https://errors.pydantic.dev/2/v/value_error'''))
         Model Runner V1 does not support: dspark
     """
-    found: str | None = None
+    message: str | None = None
     for raw in log.splitlines():
         line = PREFIX.sub("", raw)
         match = DETAIL.match(line) or ERROR.search(line)
         if match is not None and not match["message"].startswith(GENERIC):
-            found = match["message"]
-    return None if found is None else shortened(found)
+            message = match["message"]
+    return None if message is None else shortened(message)
 
 
 def last_words(log: str) -> str:

@@ -57,14 +57,14 @@ class VllmSpeculation:
             >>> VllmSpeculation(method="ngram", num_tokens=3).config
             {'method': 'ngram', 'num_speculative_tokens': 3, 'rejection_sample_method': 'standard'}
         """
-        found: dict[str, Any] = {"method": self.method}
+        config: dict[str, Any] = {"method": self.method}
         if self.model is not None:
-            found["model"] = self.model
-        found |= {"num_speculative_tokens": self.num_tokens, "rejection_sample_method": self.verifier}
+            config["model"] = self.model
+        config |= {"num_speculative_tokens": self.num_tokens, "rejection_sample_method": self.verifier}
         # Its default drafts greedily, which accepts less above temperature 0. What looks tokens up has no rows.
         if self.model is not None:
-            found["draft_sample_method"] = "probabilistic" if self.draws else "greedy"
-        return found | dict(self.options)
+            config["draft_sample_method"] = "probabilistic" if self.draws else "greedy"
+        return config | dict(self.options)
 
     def exported(self, launch: "Launch", setup: Setup, folder: Path) -> "VllmSpeculation":
         """The same with a head that is written as vLLM reads it. A draft model, or what was exported before, stays.
@@ -81,7 +81,7 @@ class VllmSpeculation:
         from outrider.handoff.export import export
         from outrider.handoff.order import ExportRequest
 
-        made = export(
+        exported = export(
             ExportRequest(
                 to="vllm",
                 target=launch.target,
@@ -93,14 +93,14 @@ class VllmSpeculation:
                 trust_remote_code=setup.trust_remote_code,
             )
         )
-        told = made.handed.speculative()
+        speculative = exported.handed.speculative()
         return replace(
             self,
-            method=made.handed.method,
+            method=exported.handed.method,
             model=str(folder),
-            num_tokens=told["num_speculative_tokens"],
-            draws=told["draft_sample_method"] == "probabilistic",
-            options=made.handed.exports.options,
+            num_tokens=speculative["num_speculative_tokens"],
+            draws=speculative["draft_sample_method"] == "probabilistic",
+            options=exported.handed.exports.options,
         )
 
 
@@ -145,12 +145,13 @@ class Launch:
         """
         passed = arguments_of(engine_args)
         wanted = completed(setup)
-        own = has_speculation(passed)
-        if own and (given := [name for name in ("drafter", "length", "verifier") if getattr(setup, name) is not None]):
-            raise InputError(f"--engine-args has {SPECULATIVE} and --{given[0]} was given too; leave out one of them")
+        speculates = has_speculation(passed)
+        named = [name for name in ("drafter", "length", "verifier") if getattr(setup, name) is not None]
+        if speculates and named:
+            raise InputError(f"--engine-args has {SPECULATIVE} and --{named[0]} was given too; leave out one of them")
         return cls(
             target=_absolute(str(wanted.target)),
-            speculation=None if own else speculation_of(wanted, setup, python),
+            speculation=None if speculates else speculation_of(wanted, setup, python),
             flags=flags_of(setup),
             engine_args=passed,
             threads=setup.threads,
@@ -179,19 +180,19 @@ class Launch:
         Args:
             port: Where it listens.
         """
-        found = ["serve", self.target, "--host", self.host, "--port", str(port)]
+        command = ["serve", self.target, "--host", self.host, "--port", str(port)]
         if self.names:
-            found += ["--served-model-name", *self.names]
+            command += ["--served-model-name", *self.names]
         if self.drafts:
             # Without drafts vLLM refuses to count them.
-            found += ["--per-request-spec-decode-metrics", "summary"]
-        found += ["--enable-per-request-metrics"]
-        found += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log", *self.flags, *self.more_flags]
+            command += ["--per-request-spec-decode-metrics", "summary"]
+        command += ["--enable-per-request-metrics"]
+        command += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log", *self.flags, *self.more_flags]
         if self.speculation is not None:
-            found += [SPECULATIVE, json.dumps(self.speculation.config)]
+            command += [SPECULATIVE, json.dumps(self.speculation.config)]
         if self.updates_weights:
-            found += [WEIGHTS, json.dumps({"backend": "outrider_files"})]
-        return [*found, *self.engine_args]
+            command += [WEIGHTS, json.dumps({"backend": "outrider_files"})]
+        return [*command, *self.engine_args]
 
 
 def arguments_of(text: str | None) -> tuple[str, ...]:
@@ -202,15 +203,15 @@ def arguments_of(text: str | None) -> tuple[str, ...]:
         ('--tensor-parallel-size', '2', '--quantization', 'fp8')
     """
     try:
-        found = tuple(shlex.split(text or ""))
+        words = tuple(shlex.split(text or ""))
     except ValueError as error:
         raise InputError(f"--engine-args must be flags as a shell reads them, got {text!r}: {error}") from error
-    if found and not found[0].startswith("-"):
+    if words and not words[0].startswith("-"):
         raise InputError(f"--engine-args must be vLLM's flags, such as '--tensor-parallel-size 2', got {text!r}")
     for owned in ("--host", "--port", "--uds", "--api-key"):
-        if any(each.partition("=")[0] == owned for each in found):
+        if any(each.partition("=")[0] == owned for each in words):
             raise InputError(f"--engine-args must not have {owned}, which Outrider gives to vLLM; leave it out")
-    return found
+    return words
 
 
 def has_speculation(arguments: Sequence[str]) -> bool:
@@ -223,12 +224,12 @@ def has_speculation(arguments: Sequence[str]) -> bool:
     return any(each.partition("=")[0] in (SPECULATIVE, "--speculative_config", "-sc") for each in arguments)
 
 
-def speculation_of(wanted: Setup, given: Setup, python: VllmPython) -> VllmSpeculation | None:
+def speculation_of(wanted: Setup, requested: Setup, python: VllmPython) -> VllmSpeculation | None:
     """How vLLM drafts for a setup; None if it shall not.
 
     Args:
         wanted: The setup with its defaults.
-        given: The setup as it was given.
+        requested: The setup as it was requested.
 
     Raises:
         InputError: vLLM has no such drafter, tree, verifier, length or decoding.
@@ -237,7 +238,7 @@ def speculation_of(wanted: Setup, given: Setup, python: VllmPython) -> VllmSpecu
         value = str(getattr(wanted, name))
         if value != only:
             raise InputError(f"vLLM has no {name} {value!r}; it drafts chains step by step: leave out --{name}")
-    drafter, path = drafter_of(wanted, given, python)
+    drafter, path = drafter_of(wanted, requested, python)
     if drafter == "none":
         return None
     verifier = str(wanted.verifier or "token")
@@ -249,7 +250,7 @@ def speculation_of(wanted: Setup, given: Setup, python: VllmPython) -> VllmSpecu
             "vLLM verifies blocks in its second model runner alone, which needs Triton on a GPU, and this build has "
             "none; use --verifier token"
         )
-    length = _length(given.length)
+    length = _length(requested.length)
     exports = exports_of(catalog.rows("drafter")[drafter].kind)
     return VllmSpeculation(
         method=str(exports.vllm),
@@ -262,14 +263,14 @@ def speculation_of(wanted: Setup, given: Setup, python: VllmPython) -> VllmSpecu
     )
 
 
-def drafter_of(wanted: Setup, given: Setup, python: VllmPython) -> tuple[str, str | None]:
+def drafter_of(wanted: Setup, requested: Setup, python: VllmPython) -> tuple[str, str | None]:
     """The drafter's name, and the folder of its weights as vLLM reads it."""
     spec = str(wanted.drafter)
-    if given.drafter is None and spec == "suffix" and "arctic_inference" not in python.has:
+    if requested.drafter is None and spec == "suffix" and "arctic_inference" not in python.has:
         # vLLM's own suffix decoding is a package that is not there; n-grams are its nearest.
         return "ngram", None
-    made = catalog.make("drafter", spec)
-    name = catalog.name_of(made)
+    drafter = catalog.make("drafter", spec)
+    name = catalog.name_of(drafter)
     if name == "none":
         return name, None
     if name == "suffix" and "arctic_inference" not in python.has:
@@ -285,7 +286,7 @@ def drafter_of(wanted: Setup, given: Setup, python: VllmPython) -> tuple[str, st
             f"vLLM drafts with {name} heads in its second model runner alone, which needs Triton on a GPU, and this "
             "build has none; use a head of another kind, such as dflash or eagle3"
         )
-    path = getattr(made, "path", None)
+    path = getattr(drafter, "path", None)
     return name, None if path is None else _absolute(str(path))
 
 
@@ -303,7 +304,7 @@ def flags_of(setup: Setup) -> tuple[str, ...]:
     """vLLM's flags for options that it has under other names."""
     if str(setup.dtype) == "float64":
         raise InputError("vLLM does not compute in float64; use --dtype float32")
-    found: list[str] = [] if setup.dtype == "auto" else ["--dtype", str(setup.dtype)]
+    flags: list[str] = [] if setup.dtype == "auto" else ["--dtype", str(setup.dtype)]
     for flag, value in (
         ("--tokenizer", None if setup.tokenizer is None else _absolute(str(setup.tokenizer))),
         ("--revision", setup.revision),
@@ -311,12 +312,12 @@ def flags_of(setup: Setup) -> tuple[str, ...]:
         ("--max-model-len", setup.max_context),
     ):
         if value is not None:
-            found += [flag, str(value)]
+            flags += [flag, str(value)]
     if setup.trust_remote_code:
-        found.append("--trust-remote-code")
+        flags.append("--trust-remote-code")
     if setup.ignore_generation_config:
-        found += ["--generation-config", "vllm"]
-    return tuple(found)
+        flags += ["--generation-config", "vllm"]
+    return tuple(flags)
 
 
 def check_clients(launch: Launch, python: VllmPython, *, lossy: bool) -> None:

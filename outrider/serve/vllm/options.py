@@ -68,9 +68,9 @@ class EngineChoice:
                 "--engine vllm needs --vllm-python, a Python that has vLLM; its libraries differ from Outrider's, so "
                 "it has an environment of its own"
             )
-        found = VllmPython.of(python)
-        wanted = Launch.of(setup, found, self.engine_args, **launch)
-        process = VllmProcess(found, wanted, keys=keys, shows_log=shows_log, tell=tell)
+        installed = VllmPython.of(python)
+        wanted = Launch.of(setup, installed, self.engine_args, **launch)
+        process = VllmProcess(installed, wanted, keys=keys, shows_log=shows_log, tell=tell)
         try:
             process.launch = process.launch.exported(setup, process.folder / "drafter")
         except BaseException:

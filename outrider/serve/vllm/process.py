@@ -234,9 +234,9 @@ def url_of(host: str, port: int) -> str:
 
 def free_port() -> int:
     """A port of this machine that nobody listens at."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def write_alias(place: Path, python: VllmPython) -> None:

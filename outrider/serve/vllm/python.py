@@ -74,20 +74,20 @@ class VllmPython:
                 errors="replace",
                 timeout=SECONDS,
             )
-            found = json.loads(done.stdout)
+            facts = json.loads(done.stdout)
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
             raise InputError(f"--vllm-python must name a Python, and {executable} does not run as one") from error
-        if not found["packages"]:
+        if not facts["packages"]:
             raise InputError(
                 f"{executable} has no vLLM; install it in that environment, or name another Python with --vllm-python"
             )
-        [package, version], *_ = found["packages"]
+        [package, version], *_ = facts["packages"]
         return cls(
             executable=executable.absolute(),
             package=package,
             version=version,
-            prefix=Path(found["prefix"]),
-            has=frozenset(found["has"]),
+            prefix=Path(facts["prefix"]),
+            has=frozenset(facts["has"]),
         )
 
     @property
@@ -102,39 +102,39 @@ class VllmPython:
         Args:
             threads: Threads of vLLM on a CPU; None is its own choice.
         """
-        found = environment(self.prefix)
+        variables = environment(self.prefix)
         if self.is_cpu:
             # Loaded first, as vLLM asks for.
             if preloaded := sorted(self.prefix.glob("lib/libiomp5.so")):
-                found["LD_PRELOAD"] = str(preloaded[0])
+                variables["LD_PRELOAD"] = str(preloaded[0])
             # Its own default is a share of all memory, free or not.
-            found.setdefault("VLLM_CPU_KVCACHE_SPACE", KV_CACHE_GIB)
+            variables.setdefault("VLLM_CPU_KVCACHE_SPACE", KV_CACHE_GIB)
             if threads is not None:
                 cores = sorted(os.sched_getaffinity(0))[:threads]
-                found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+                variables["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
         if threads is not None:
-            found["OMP_NUM_THREADS"] = str(threads)
-        return found
+            variables["OMP_NUM_THREADS"] = str(threads)
+        return variables
 
 
-def environment(prefix: Path | None = None, *, given: Mapping[str, str] | None = None) -> dict[str, str]:
+def environment(prefix: Path | None = None, *, begin: Mapping[str, str] | None = None) -> dict[str, str]:
     """Our environment for a process of another Python: without our modules, our virtual environment and our key.
 
     Args:
         prefix: The other Python's environment, whose programs go first.
-        given: The environment to begin with; by default this process's.
+        begin: The environment to begin with; by default this process's.
 
     Example:
-        >>> found = environment(Path("/envs/vllm"), given={"PYTHONPATH": "/mine", "PATH": "/usr/bin", "HOME": "/me"})
-        >>> found == {"PATH": "/envs/vllm/bin:/usr/bin", "HOME": "/me"}
+        >>> ours = {"PYTHONPATH": "/mine", "PATH": "/usr/bin", "HOME": "/me"}
+        >>> environment(Path("/envs/vllm"), begin=ours) == {"PATH": "/envs/vllm/bin:/usr/bin", "HOME": "/me"}
         True
     """
-    found = dict(os.environ if given is None else given)
+    variables = dict(os.environ if begin is None else begin)
     for name in (*HIDDEN, OWN_KEY):
-        found.pop(name, None)
-    places = [place for place in found.get("PATH", os.defpath).split(os.pathsep) if not _is_ours(place)]
-    own = [] if prefix is None else [str(prefix / "bin")]
-    return found | {"PATH": os.pathsep.join([*own, *places])}
+        variables.pop(name, None)
+    places = [place for place in variables.get("PATH", os.defpath).split(os.pathsep) if not _is_ours(place)]
+    first = [] if prefix is None else [str(prefix / "bin")]
+    return variables | {"PATH": os.pathsep.join([*first, *places])}
 
 
 def _is_ours(place: str) -> bool:

@@ -60,7 +60,7 @@ def test_a_draft_that_is_always_accepted_is_caught():
 
 def test_first_tokens_that_are_too_rare_are_counted_together():
     top = {1: math.log(0.62), 2: math.log(0.37), 3: math.log(0.005)}
-    outputs = [[AnswerToken(token=token, own=top[token], top=top)] for token in [1] * 61 + [2] * 37 + [3] * 2]
+    outputs = [[AnswerToken(token=token, logprob=top[token], top=top)] for token in [1] * 61 + [2] * 37 + [3] * 2]
     found = first_tokens(outputs)
     assert (found.degrees, found.num_draws) == (1, 100)
 
