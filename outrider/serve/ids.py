@@ -3,18 +3,18 @@
 import re
 import uuid
 
-GIVEN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """What a client may call its request."""
 
 
-def request_id(given: str | None) -> str:
+def request_id(name: str | None) -> str:
     """The client's name of a request, or a new one.
 
     Example:
         >>> request_id("load-7"), len(request_id("no\\nname"))
         ('load-7', 32)
     """
-    return given if given is not None and GIVEN.fullmatch(given) else uuid.uuid4().hex
+    return name if name is not None and NAME.fullmatch(name) else uuid.uuid4().hex
 
 
 def call_id() -> str:

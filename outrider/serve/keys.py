@@ -24,13 +24,13 @@ class Keys:
 
     def owner(self, headers: Headers) -> int | None:
         """Number of the key that a client sent; None if it sent none of them. Takes the same time for all keys."""
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        sent = given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        digest, found = _digest(sent), None
-        for i, own in enumerate(self._digests):
-            if secrets.compare_digest(own, digest):
-                found = i
-        return found
+        scheme, _, credentials = headers.get("authorization", "").partition(" ")
+        sent = credentials.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        digest, owner = _digest(sent), None
+        for i, known in enumerate(self._digests):
+            if secrets.compare_digest(known, digest):
+                owner = i
+        return owner
 
 
 def _digest(key: str) -> bytes:

@@ -50,20 +50,20 @@ def bound_socket(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise InputError(f"port must be 0 .. 65535 (0 takes a free one), got {port}")
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        made = socket.socket(family, kind, protocol)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = places[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            made.bind(address)
+            bound.bind(address)
         except OSError:
-            made.close()
+            bound.close()
             raise
     except OSError as error:
         raise InputError(
             f"the server cannot use port {port} of {host}: {error.strerror}; give another --port or --host"
         ) from error
-    return made
+    return bound
 
 
 def url_of(bound: socket.socket) -> str:

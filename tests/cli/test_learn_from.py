@@ -15,7 +15,6 @@ from outrider.core.inputs import InputError
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_HEAD, EMBEDDED_TARGET
 from outrider.handoff.export import export
 from outrider.handoff.order import ExportRequest
-from outrider.serve.observe.answers_log import line_of
 from outrider.serve.settings import HttpSettings
 from outrider.serve.vllm.launch import Launch, VllmSpeculation
 from outrider.serve.vllm.options import EngineOptions
@@ -156,14 +155,6 @@ def test_a_log_with_too_little_or_no_json_is_refused(monkeypatch, capsys, tmp_pa
         log.write_text(text)
         status, _, err = run(monkeypatch, capsys, "learn", *given)
         assert (status, sentence in err) == (2, True), err
-
-
-def test_streams_that_broke_off_are_not_kept():
-    whole = b'data: {"choices": [{"index": 0, "text": "a", "finish_reason": null}]}\n\ndata: [DONE]\n\n'
-    assert line_of("7", "/v1/completions", b'{"prompt": "p"}', whole, streamed=True) is not None
-    assert line_of("7", "/v1/completions", b'{"prompt": "p"}', whole[:40], streamed=True) is None
-    failed = whole.replace(b'"choices"', b'"error": {}, "choices"')
-    assert line_of("7", "/v1/completions", b'{"prompt": "p"}', failed, streamed=True) is None
 
 
 def test_fewer_than_two_answers_are_no_limit():

@@ -6,7 +6,10 @@ import httpx
 import pytest
 
 import outrider
-from tests.serve.served import loaded, serving
+from outrider.serve.api.gateway import Gateway
+from outrider.serve.run.service import Service
+from outrider.serve.settings import HttpSettings
+from tests.serve.served import NAME, loaded, serving
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +22,12 @@ def engine() -> outrider.Engine:
 def url(engine: outrider.Engine) -> Iterator[str]:
     with serving(engine) as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def gateway() -> Gateway:
+    """A gateway of a service that never starts."""
+    return Gateway.of(Service(loaded(), names=(NAME,)), HttpSettings())
 
 
 @pytest.fixture

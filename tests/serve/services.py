@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation
-from outrider.engine.output import Output
-from outrider.serve.run.job import OutputTask, StepOutput
-from outrider.serve.run.service import JobError, Service, Ticket
+from outrider.engine.output import Output, Update
+from outrider.serve.errors import ServeError
+from outrider.serve.run.service import Service
+from outrider.serve.run.task import OutputTask
+from outrider.serve.run.ticket import Ticket
 
 GREEDY = Sampling(temperature=0, seed=0)
 
@@ -33,8 +35,8 @@ def run(engine: Engine, work: Callable[[Service], Awaitable[object]], **options:
         return asyncio.run(asyncio.wait_for(work(service), 60))
 
 
-def job(id: str, prompt: Sequence[int] = (3, 9, 4), most: int = 12, **options: object) -> OutputTask:
-    """A greedy job; some options are those of `Generation`, the others those of `OutputTask`."""
+def task(id: str, prompt: Sequence[int] = (3, 9, 4), most: int = 12, **options: object) -> OutputTask:
+    """A greedy task; some options are those of `Generation`, the others those of `OutputTask`."""
     own = {name: options.pop(name) for name in list(options) if name in OutputTask.__dataclass_fields__}
     own.setdefault("options", Generation(max_new_tokens=most, sampling=GREEDY, **options))
     return OutputTask(id=id, prompt=tuple(prompt), **own)
@@ -42,40 +44,40 @@ def job(id: str, prompt: Sequence[int] = (3, 9, 4), most: int = 12, **options: o
 
 @dataclass
 class Read:
-    """What a reader got: its events, and the error or the output at the end."""
+    """What a reader got: its updates, and the error or the output at the end."""
 
-    events: list[StepOutput] = field(default_factory=list)
-    error: JobError | None = None
+    updates: list[Update] = field(default_factory=list)
+    error: ServeError | None = None
 
     @property
     def output(self) -> Output:
-        assert self.events, self.error
-        assert self.events[-1].update.output is not None
-        return self.events[-1].update.output
+        assert self.updates, self.error
+        assert self.updates[-1].output is not None
+        return self.updates[-1].output
 
     @property
     def tokens(self) -> list[int]:
-        return [token for event in self.events for token in event.update.tokens]
+        return [token for update in self.updates for token in update.tokens]
 
     @property
     def text(self) -> str:
-        return "".join(event.update.text for event in self.events)
+        return "".join(update.text for update in self.updates)
 
 
 async def read(ticket: Ticket) -> Read:
     """Read a ticket to its end."""
     found = Read()
     try:
-        async for event in ticket:
-            found.events.append(event)
-    except JobError as error:
+        async for update in ticket:
+            found.updates.append(update)
+    except ServeError as error:
         found.error = error
     return found
 
 
-async def made(service: Service, *jobs: OutputTask) -> list[Read]:
-    """What some jobs, submitted together, bring."""
-    return list(await asyncio.gather(*map(read, service.submit(jobs))))
+async def made(service: Service, *tasks: OutputTask) -> list[Read]:
+    """What some tasks, submitted together, bring."""
+    return list(await asyncio.gather(*map(read, service.submit(tasks))))
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from outrider.serve.settings import HttpSettings
+from tests.serve.api.test_chat import READING, TEMPLATE
 from tests.serve.served import NAME, loaded, serving
-from tests.serve.test_chat import READING, TEMPLATE
 
 FILE = Path(__file__).parent / "golden.txt"
 SECTION = "#### "

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from outrider.serve.settings import HttpSettings
+from tests.serve.api.test_chat import WEATHER
 from tests.serve.served import loaded, serving
-from tests.serve.test_chat import WEATHER
 
 openai = pytest.importorskip("openai")
 TALK = [{"role": "user", "content": "Tell me a story."}]

@@ -19,9 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families as families
 
 import outrider
 from outrider.serve.app import make_app
-from outrider.serve.observe.prometheus import HISTOGRAMS
 from outrider.serve.run.service import Service
 from recipes.serve_clients import WRONG
+from tests.serve.observe.test_exposition import HISTOGRAMS
 from tests.serve.served import loaded
 
 SERVE = str(Path(outrider.__file__).parent / "serve")

@@ -1,20 +1,22 @@
-"""Routes below /v1/admin: another drafter for new requests, or new weights for one, while the server runs."""
+"""Routes below /v1/admin: drafters and their weights, while the server runs, and the log of answers."""
 
+import asyncio
 import tempfile
 from pathlib import Path
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from outrider.core.inputs import unknown
-from outrider.serve.api.answers import json_response
 from outrider.serve.api.bodies import DrafterBody
-from outrider.serve.api.errors import ApiError, refuse
 from outrider.serve.api.gateway import Gateway, gateway_of
 from outrider.serve.api.openapi import CHECKED, body_of
 from outrider.serve.api.read import save
+from outrider.serve.api.sse import json_response
+from outrider.serve.errors import ServeError, refuse
 from outrider.serve.keys import Keys
+from outrider.serve.observe.answers_log import ROUTE
 from outrider.serve.run.renewal import WEIGHTS
 
 router = APIRouter()
@@ -54,10 +56,21 @@ async def renew(request: Request) -> Response:
     return json_response({"drafter": asked})
 
 
+@router.get(ROUTE, include_in_schema=False)
+async def answers(request: Request) -> Response:
+    """The log of answers. Lines that come meanwhile are not sent: the length is told before."""
+    log = _allowed(request).answers
+    if log is None:
+        raise ServeError(404, "this server keeps no answers; start it with --log-answers FILE")
+    length = (await asyncio.to_thread(log.file.stat)).st_size
+    headers = {"content-length": str(length)}
+    return StreamingResponse(log.pieces(length), headers=headers, media_type="application/jsonl")
+
+
 def _allowed(request: Request) -> Gateway:
-    """The gateway. Raises ApiError without the admin key."""
+    """The gateway. Raises ServeError without the admin key."""
     gateway = gateway_of(request)
-    own = gateway.settings.admin_key
-    if own is None or Keys((own,)).owner(request.headers) is None:
-        raise ApiError(401, "this route needs the server's admin key", headers={"www-authenticate": "Bearer"})
+    key = gateway.settings.admin_key
+    if key is None or Keys((key,)).owner(request.headers) is None:
+        raise ServeError(401, "this route needs the server's admin key", headers={"www-authenticate": "Bearer"})
     return gateway

@@ -17,10 +17,6 @@ class Body(BaseModel):
     def _without_nulls(cls, value: Any) -> Any:
         return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
-    def given(self, name: str) -> Any:
-        """A field, known or not; None if it was not given."""
-        return getattr(self, name, None) if name in self.model_fields_set else (self.model_extra or {}).get(name)
-
 
 class StreamOptions(Body):
     """What a stream says besides text."""
@@ -81,13 +77,26 @@ class PredictionBody(Body):
     content: str | list[dict[str, Any]]
 
 
-class GenerationBody(Body):
-    """What completions and chat completions have in common."""
+class OutputsBody(Body):
+    """What completions and chat completions say of their outputs."""
+
+    max_tokens: int | None = Field(default=None, ge=0)
+    n: int = Field(default=1, ge=1)
+    stream_options: StreamOptions | None = None
+    stream_interval: int = Field(default=1, ge=1)
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    request_id: str | None = None
+    user: str | None = None
+
+
+class SamplingBody(Body):
+    """What all routes that generate read, whatever their format."""
 
     model: str | None = None
-    max_tokens: int | None = Field(default=None, ge=0)
+    stream: bool = False
     min_tokens: int = Field(default=0, ge=0)
-    n: int = Field(default=1, ge=1)
     stop: str | list[str] = []
     stop_token_ids: list[int] = []
     include_stop_str_in_output: bool = False
@@ -103,27 +112,19 @@ class GenerationBody(Body):
     logit_bias: dict[str, float] = {}
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] = []
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    stream_interval: int = Field(default=1, ge=1)
-    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] = "left"
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     speculation: SpeculationBody | bool | None = None
     prediction: PredictionBody | None = None
+    chat_template_kwargs: dict[str, Any] = {}
     priority: int = 0
-    request_id: str | None = None
-    user: str | None = None
 
-    @property
-    def stops(self) -> list[str]:
-        """The stop strings."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+class GenerationBody(SamplingBody, OutputsBody):
+    """What completions and chat completions have in common."""
 
 
 class CompletionBody(GenerationBody):
@@ -187,7 +188,6 @@ class ChatBody(GenerationBody):
     reasoning_effort: Effort | None = None
     include_reasoning: bool = True
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False

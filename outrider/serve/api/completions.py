@@ -1,9 +1,9 @@
 """POST /v1/completions."""
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,284 +11,235 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.core.inputs import shown
-from outrider.engine.output import PromptLogprobs
-from outrider.serve.api.answers import answered, failed, streamed
 from outrider.serve.api.bodies import CompletionBody
-from outrider.serve.api.calls import Call, while_there
-from outrider.serve.api.errors import refuse, refuse_key
+from outrider.serve.api.call import Writer, respond, while_there
 from outrider.serve.api.gateway import Gateway, gateway_of
-from outrider.serve.api.jobs import check, choices_of, fitted, named
 from outrider.serve.api.openapi import POSTED, body_of
-from outrider.serve.api.options import logprobs_of, most_tokens
-from outrider.serve.api.outputs import Interval, OutputPart, OutputStream, metrics_of, usage_of, usage_so_far
+from outrider.serve.api.request import ClientRequest, RequestPrompt, admitted, answer_format, request_of
 from outrider.serve.api.sse import BLANK, DONE, IDS, Form, event
-from outrider.serve.api.tokens import Offsets, OldLogprobs
+from outrider.serve.api.tokens import Offsets
+from outrider.serve.api.usage import usage_so_far
+from outrider.serve.errors import refuse, refuse_key
+from outrider.serve.run.outputs import Delta, OutputStream
 
 router = APIRouter()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Told:
-    """What is known of a prompt besides its outputs.
-
-    Attributes:
-        text: The prompt as text.
-        scores: Its log-probabilities, if anything asks for them.
-    """
-
-    text: str
-    scores: PromptLogprobs | None
+KIND = "text_completion"
+USUAL_MOST = 16
+"""Most tokens of an output whose request does not say."""
 
 
 @router.post("/v1/completions", responses=POSTED, openapi_extra=body_of(CompletionBody))
 async def complete(request: Request) -> Response:
     """Continue texts or lists of token ids."""
     gateway = gateway_of(request)
-    body = check(gateway, request, await gateway.read(request, CompletionBody))
-    _check(body)
-    completion = await Completion.begun(gateway, request, body)
-    if body.stream:
-        return streamed(gateway, completion.call, completion.events(), failed)
-    return await answered(request, completion.call, completion.answer)
+    body = admitted(gateway, request, await gateway.read(request, CompletionBody))
+    return await respond(gateway, request, await completion_request(gateway, request, body), CompletionWriter)
 
 
-@dataclass(kw_only=True)
-class Completion:
-    """A completion that is being answered.
-
-    Attributes:
-        offsets: Where the tokens of each output begin, if log-probabilities are asked for.
-    """
-
-    gateway: Gateway
-    body: CompletionBody
-    id: str
-    created: int
-    told: Sequence[Told]
-    choices: Sequence[OutputStream]
-    call: Call
-    offsets: dict[int, Offsets] = field(default_factory=dict)
-
-    @classmethod
-    async def begun(cls, gateway: Gateway, request: Request, body: CompletionBody) -> "Completion":
-        """The completion, with its outputs queued."""
-        prompts, texts = await _prompts(gateway, body)
-        with named(gateway, request, body) as id:
-            choices = await choices_of(gateway, request, body, id, prompts)
-            scores = await while_there(request, _scores(gateway, body, prompts))
-            call = Call.submit(gateway, request, id, [] if most_tokens(body) == 0 else choices)
-        return cls(
-            gateway=gateway,
-            body=body,
-            id=f"cmpl-{id}",
-            created=int(time.time()),
-            told=[Told(text=text, scores=score) for text, score in zip(texts, scores, strict=True)],
-            choices=choices,
-            call=call,
-        )
-
-    async def answer(self) -> dict[str, Any]:
-        """The whole answer."""
-        parts: list[list[OutputPart]] = [[] for _ in self.choices]
-        async for choice, part in self.call.parts():
-            parts[choice.index].append(part)
-        found = [self._choice(choice, self._opening(choice, parts[choice.index])) for choice in self.choices]
-        return self._object(found) | {
-            "usage": usage_of(self.choices),
-            "system_fingerprint": self.gateway.fingerprint,
-            "metrics": metrics_of(self.gateway, self.choices),
-        }
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """The answer as a stream."""
-        options, body = self.body.stream_options, self.body
-        intervals = [Interval(body.stream_interval) for _ in self.choices]
-        begun = set[int]()
-        forms = self._forms()
-        for choice in self.choices if most_tokens(body) == 0 else ():
-            yield event(self._chunk(choice, self._opening(choice, [])))
-        async for choice, part in self.call.parts():
-            due = intervals[choice.index].add(part)
-            if due is None:
-                continue
-            begins = choice.index not in begun
-            if begins:
-                begun.add(choice.index)
-                opened = self._opening(choice, [due])
-            elif forms and not due.ended:
-                if due.pieces or body.return_token_ids:
-                    yield forms[choice.index].filled("".join([piece.text for piece in due.pieces]), due.tokens)
-                continue
-            elif due.pieces or due.ended or due.own or body.return_token_ids:
-                opened = _Opened.of([due])
-            else:
-                continue
-            yield event(self._chunk(choice, opened, begins=begins))
-        if options is not None and options.include_usage:
-            last = {"usage": usage_of(self.choices), "metrics": metrics_of(self.gateway, self.choices)}
-            yield event(self._object([]) | last)
-        yield DONE
-
-    def _forms(self) -> list[Form]:
-        """The events of each output's text, where nothing but text and token ids differs; otherwise none."""
-        body, options = self.body, self.body.stream_options
-        counts = options is not None and options.continuous_usage_stats
-        if body.logprobs is not None or body.prompt_logprobs is not None or counts:
-            return []
-        opened, found = _Opened(text=BLANK, tokens=[], new=[], own=[], top=[], ended=False), []
-        for choice in self.choices:
-            value = self._choice(choice, opened, begins=False, ended=False)
-            if body.return_token_ids:
-                value["token_ids"] = IDS
-            found.append(Form(self._object([value])))
-        return found
-
-    def _opening(self, choice: OutputStream, parts: Sequence[OutputPart]) -> "_Opened":
-        """What parts bring, behind the prompt if it is echoed."""
-        found = _Opened.of(parts)
-        if not self.body.echo:
-            return found
-        told, prompt = self.told[choice.prompt], choice.job.prompt
-        found.text = told.text + found.text
-        if self.body.logprobs is not None and told.scores is not None:
-            found.tokens = [*prompt, *found.tokens]
-            found.own = [*told.scores.own, *found.own]
-            found.top = [*(_likeliest(each, self.body.logprobs) for each in told.scores.top), *found.top]
-        return found
-
-    def _chunk(self, choice: OutputStream, opened: "_Opened", *, begins: bool = True) -> dict[str, Any]:
-        ended = opened.ended or most_tokens(self.body) == 0
-        found = self._choice(choice, opened, begins=begins, ended=ended)
-        chunk = self._object([found])
-        options = self.body.stream_options
-        if options is not None and options.continuous_usage_stats:
-            chunk["usage"] = usage_so_far(choice)
-        if ended:
-            chunk["system_fingerprint"] = self.gateway.fingerprint
-        return chunk
-
-    def _offsets(self, choice: OutputStream, opened: "_Opened") -> list[int]:
-        """Where tokens begin in the text of an output, which is behind the prompt if it is echoed."""
-        told, tokenizer = self.told[choice.prompt].text if self.body.echo else "", self.gateway.service.tokenizer
-        if choice.index not in self.offsets:
-            special = not self.body.skip_special_tokens
-            self.offsets[choice.index] = Offsets(tokenizer, special=special, start=len(told))
-        prompt = opened.tokens[: len(opened.tokens) - len(opened.new)]
-        echoed = Offsets(tokenizer, special=True)
-        found = echoed.add(prompt)
-        # What the tokenizer adds at the beginning is no text of the prompt.
-        added = max(0, echoed.end - len(told))
-        return [max(0, each - added) for each in found] + self.offsets[choice.index].add(opened.new)
-
-    def _choice(
-        self, choice: OutputStream, opened: "_Opened", *, begins: bool = True, ended: bool = True
-    ) -> dict[str, Any]:
-        body, told = self.body, self.told[choice.prompt]
-        logprobs: OldLogprobs | None = None
-        if body.logprobs is not None:
-            logprobs = self.gateway.vocabulary.old_logprobs(
-                opened.tokens,
-                opened.own,
-                opened.top,
-                offsets=self._offsets(choice, opened),
-                as_ids=body.return_tokens_as_token_ids,
-            )
-        found: dict[str, Any] = {
-            "index": choice.index,
-            "text": opened.text,
-            "logprobs": logprobs,
-            "finish_reason": (choice.finish_reason or "length") if ended else None,
-            "stop_reason": choice.stop_reason if ended else None,
-        }
-        if body.return_token_ids:
-            found["token_ids"] = opened.new
-            if begins:
-                found["prompt_token_ids"] = list(choice.job.prompt)
-        if body.prompt_logprobs is not None and told.scores is not None:
-            top = [_likeliest(each, body.prompt_logprobs) for each in told.scores.top]
-            own = told.scores.own
-            found["prompt_logprobs"] = self.gateway.vocabulary.prompt_logprobs(choice.job.prompt, own, top)
-        return found
-
-    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.gateway.name,
-            "choices": choices,
-        }
-
-
-@dataclass(kw_only=True)
-class _Opened:
-    """What parts bring, put together; changes in place. `new` are the tokens of the output alone."""
-
-    text: str
-    tokens: list[int]
-    new: list[int]
-    own: list[Any]
-    top: list[Any]
-    ended: bool
-
-    @classmethod
-    def of(cls, parts: Sequence[OutputPart]) -> "_Opened":
-        tokens = [token for part in parts for token in part.tokens]
-        return cls(
-            text="".join(piece.text for part in parts for piece in part.pieces),
-            tokens=tokens,
-            new=tokens,
-            own=[each for part in parts for each in part.own],
-            top=[each for part in parts for each in part.top],
-            ended=any(part.ended for part in parts),
-        )
-
-
-def _check(body: CompletionBody) -> None:
-    """Raise ApiError for fields of completions that cannot be followed."""
+async def completion_request(gateway: Gateway, http: Request, body: CompletionBody) -> ClientRequest:
+    """The typed request of a body. Log-probabilities of prompts are computed, if anything asks for them."""
     if body.best_of is not None and body.best_of != body.n:
         refuse_key("best_of", "each of the n outputs is returned; leave it out")
     if body.suffix:
         refuse_key("suffix", "text is continued, not filled in between two texts")
+    most_tokens = USUAL_MOST if body.max_tokens is None else body.max_tokens
+    if most_tokens == 0 and not body.echo:
+        refuse("max_tokens", "max_tokens must be >= 1; 0 is for completions with echo, got 0")
+    format = answer_format(body, gateway.service.limits, logprobs=body.logprobs, param="logprobs")
+    request = await request_of(
+        gateway,
+        body,
+        await _prompts(gateway, body),
+        most_tokens=most_tokens,
+        format=replace(format, echo=body.echo),
+        response_format=body.response_format,
+    )
+    counts = [body.logprobs if body.echo else None, body.prompt_logprobs]
+    if asked := [count for count in counts if count is not None]:
+        return replace(request, prompts=await while_there(http, _scored(gateway, request.prompts, max(asked))))
+    return request
 
 
-async def _prompts(gateway: Gateway, body: CompletionBody) -> tuple[list[tuple[int, ...]], list[str]]:
-    """The prompts as token ids and as texts."""
-    given, most = body.prompt, gateway.service.limits.max_prompts
-    listed: Sequence[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+@dataclass(kw_only=True)
+class _Part:
+    """What deltas of one output bring, put together.
+
+    Attributes:
+        tokens: Those that have log-probabilities: the prompt's among them, if it is echoed.
+        new: The tokens of the output alone.
+    """
+
+    text: str
+    tokens: list[int]
+    new: list[int]
+    logprobs: list[Any]
+    top: list[Any]
+
+    @classmethod
+    def of(cls, deltas: Sequence[Delta]) -> "_Part":
+        tokens = [token for delta in deltas for token in delta.tokens]
+        return cls(
+            text="".join([delta.text for delta in deltas]),
+            tokens=tokens,
+            new=tokens,
+            logprobs=[each for delta in deltas for each in delta.logprobs],
+            top=[each for delta in deltas for each in delta.top],
+        )
+
+
+class CompletionWriter(Writer):
+    """Writes a completion, or its chunks."""
+
+    @cached_property
+    def _deltas(self) -> list[list[Delta]]:
+        """The deltas of each output of an answer that comes at once."""
+        return [[] for _ in self.call.outputs]
+
+    @cached_property
+    def _offsets(self) -> dict[int, Offsets]:
+        """Where the tokens of each output begin, if log-probabilities are asked for."""
+        return {}
+
+    @cached_property
+    def _echoes(self) -> list[str]:
+        """What each prompt is as text, if it is echoed."""
+        decode = self.gateway.service.tokenizer.decode
+        prompts = self.call.request.prompts if self.format.echo else []
+        texts = [(each.tokens, each.text) for each in prompts]
+        return [str(decode(list(ids), skip_special_tokens=False)) if text is None else text for ids, text in texts]
+
+    def begin(self) -> list[bytes]:
+        """The chunks of prompts that are only echoed. Forms of events are made, where only text and ids differ."""
+        format, outputs = self.format, self.call.outputs
+        if format.logprobs is None and not format.counts:
+            blank = _Part(text=BLANK, tokens=[], new=[], logprobs=[], top=[])
+            for output in outputs:
+                choice = self._choice(output, blank, begins=False, ended=False)
+                shown = choice | {"token_ids": IDS} if format.token_ids else choice
+                self._forms.append(Form(self._choices(KIND, "cmpl", [shown])))
+        if self.call.request.most_tokens == 0:
+            return [self._chunk(output, self._echoed(output, []), begins=True, ended=True) for output in outputs]
+        return []
+
+    def add(self, delta: Delta) -> list[bytes]:
+        """The chunk of a delta, if it brings anything."""
+        ended = delta.end is not None
+        if delta.first:
+            return [self._chunk(delta.output, self._echoed(delta.output, [delta]), begins=True, ended=ended)]
+        if not (delta.pieces or self.format.token_ids or ended or (delta.logprobs and not self._forms)):
+            return []
+        if self._forms and not ended:
+            return [self._forms[delta.output.index].filled(delta.text, delta.tokens)]
+        return [self._chunk(delta.output, _Part.of([delta]), begins=False, ended=ended)]
+
+    def end(self) -> list[bytes]:
+        """The numbers of tokens, if they are wanted, and the end."""
+        if not self.format.usage:
+            return [DONE]
+        return [event(self._choices(KIND, "cmpl", []) | self._sums()), DONE]
+
+    def take(self, delta: Delta) -> None:
+        """Note a delta of an answer that comes at once."""
+        self._deltas[delta.output.index].append(delta)
+
+    def whole(self) -> dict[str, Any]:
+        """The answer at once."""
+        outputs = self.call.outputs
+        self._offsets.clear()
+        parts = [self._echoed(*each) for each in zip(outputs, self._deltas, strict=True)]
+        choices = [
+            self._choice(output, part, begins=True, ended=True) for output, part in zip(outputs, parts, strict=True)
+        ]
+        sums = self._sums()
+        return self._choices(KIND, "cmpl", choices) | {
+            "usage": sums["usage"],
+            "system_fingerprint": self.gateway.fingerprint,
+            "metrics": sums["metrics"],
+        }
+
+    def _echoed(self, output: OutputStream, deltas: Sequence[Delta]) -> _Part:
+        """What the first deltas of an output bring, behind the prompt if it is echoed."""
+        part, format, prompt = _Part.of(deltas), self.format, self.call.request.prompts[output.prompt]
+        if format.echo:
+            part.text = self._echoes[output.prompt] + part.text
+            if format.logprobs is not None and prompt.scores is not None:
+                part.tokens = [*prompt.tokens, *part.tokens]
+                part.logprobs = [*prompt.scores.own, *part.logprobs]
+                part.top = [*(_likeliest(each, format.logprobs) for each in prompt.scores.top), *part.top]
+        return part
+
+    def _chunk(self, output: OutputStream, part: _Part, *, begins: bool, ended: bool) -> bytes:
+        chunk = self._choices(KIND, "cmpl", [self._choice(output, part, begins=begins, ended=ended)])
+        if self.format.counts:
+            chunk["usage"] = usage_so_far(output)
+        if ended:
+            chunk["system_fingerprint"] = self.gateway.fingerprint
+        return event(chunk)
+
+    def _choice(self, output: OutputStream, part: _Part, *, begins: bool, ended: bool) -> dict[str, Any]:
+        format, prompt = self.format, self.call.request.prompts[output.prompt]
+        vocabulary, end = self.gateway.vocabulary, output.end if ended else None
+        choice: dict[str, Any] = {"index": output.index, "text": part.text, "logprobs": None}
+        if format.logprobs is not None:
+            choice["logprobs"] = vocabulary.old_logprobs(
+                part.tokens,
+                part.logprobs,
+                part.top,
+                offsets=self._offsets_of(output, part),
+                as_ids=format.as_ids,
+            )
+        choice["finish_reason"] = ("length" if end is None else end.reason) if ended else None
+        choice["stop_reason"] = None if end is None else end.stopped_by
+        if format.token_ids:
+            choice["token_ids"] = part.new
+            if begins:
+                choice["prompt_token_ids"] = list(prompt.tokens)
+        if format.prompt_logprobs is not None and prompt.scores is not None:
+            top = [_likeliest(each, format.prompt_logprobs) for each in prompt.scores.top]
+            choice["prompt_logprobs"] = vocabulary.prompt_logprobs(prompt.tokens, prompt.scores.own, top)
+        return choice
+
+    def _offsets_of(self, output: OutputStream, part: _Part) -> list[int]:
+        """Where tokens begin in the text of an output, which is behind the prompt if it is echoed."""
+        tokenizer, request = self.gateway.service.tokenizer, self.call.request
+        start = len(self._echoes[output.prompt]) if self.format.echo else 0
+        if output.index not in self._offsets:
+            self._offsets[output.index] = Offsets(tokenizer, special=request.raw, start=start)
+        echoed = Offsets(tokenizer, special=True)
+        offsets = echoed.add(part.tokens[: len(part.tokens) - len(part.new)])
+        # What the tokenizer adds at the beginning is no text of the prompt.
+        added = max(0, echoed.end - start)
+        return [max(0, each - added) for each in offsets] + self._offsets[output.index].add(part.new)
+
+
+async def _prompts(gateway: Gateway, body: CompletionBody) -> list[RequestPrompt]:
+    """The prompts as token ids, and as the texts that they came as."""
+    service, most = gateway.service, gateway.service.limits.max_prompts
+    is_one = isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int))
+    listed: Sequence[Any] = [body.prompt] if is_one else body.prompt
     if not 0 < len(listed) <= most:
         refuse("prompt", f"prompt must hold 1 .. {most} prompts, got {shown(len(listed))}")
-    prompts, texts = [], []
+    prompts = []
     for each in listed:
-        ids = await gateway.service.encode(each, special=body.add_special_tokens) if isinstance(each, str) else each
-        fit = fitted(ids, body, gateway, "prompt")
-        whole = isinstance(each, str) and len(fit) == len(ids)
-        prompts.append(fit)
-        texts.append(each if whole else _decoded(gateway, fit) if body.echo else "")
-    return prompts, texts
+        if isinstance(each, str):
+            tokens = await service.encode(each, special=body.add_special_tokens)
+            prompts.append(RequestPrompt(tokens=tuple(tokens), text=each))
+        else:
+            prompts.append(RequestPrompt(tokens=tuple(each)))
+    return prompts
 
 
-async def _scores(
-    gateway: Gateway, body: CompletionBody, prompts: Sequence[tuple[int, ...]]
-) -> Sequence[PromptLogprobs | None]:
-    """The log-probabilities of prompts, if anything asks for them."""
-    echoed = logprobs_of(body, gateway.service.limits.max_logprobs) if body.echo else None
-    asked = [each for each in (echoed, body.prompt_logprobs) if each is not None]
-    if not asked:
-        return [None] * len(prompts)
+async def _scored(gateway: Gateway, prompts: Sequence[RequestPrompt], count: int) -> list[RequestPrompt]:
+    """The prompts with their log-probabilities, and with those of the likeliest tokens."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(gateway.service.score(prompt, max(asked))) for prompt in prompts]
+            tasks = [group.create_task(gateway.service.score(prompt.tokens, count)) for prompt in prompts]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+    return [replace(prompt, scores=task.result()) for prompt, task in zip(prompts, tasks, strict=True)]
 
 
-def _decoded(gateway: Gateway, prompt: Sequence[int]) -> str:
-    return str(gateway.service.tokenizer.decode(list(prompt), skip_special_tokens=False))
-
-
-def _likeliest(top: Any, count: int) -> Any:
+def _likeliest(top: Mapping[int, float] | None, count: int) -> Mapping[int, float] | None:
     """The likeliest ones of a position's tokens."""
     if top is None or len(top) <= count:
         return top

@@ -3,28 +3,26 @@
 import hashlib
 import json
 import logging
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import pydantic
 from starlette.requests import Request
 
 from outrider import catalog
 from outrider.decoding.protocol import Parts
-from outrider.serve.api.errors import ApiError
 from outrider.serve.api.read import read
 from outrider.serve.api.tokens import Vocabulary
+from outrider.serve.errors import ServeError
 from outrider.serve.ids import request_id
+from outrider.serve.observe.answers_log import AnswersLog
+from outrider.serve.observe.traces import Traces
 from outrider.serve.run.parser import OutputParser
 from outrider.serve.run.service import Service
 from outrider.serve.settings import HttpSettings
-
-if TYPE_CHECKING:
-    from outrider.serve.observe.traces import Traces
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 MOST_UNKNOWN = 1000
@@ -37,9 +35,9 @@ class Gateway:
     """Between HTTP and the service.
 
     Attributes:
-        reading: How reasoning and tool calls are found in outputs.
+        parser: How reasoning and tool calls are found in outputs.
+        answers: Where requests and answers are kept; None keeps none.
         running: Names of the requests that run.
-        counts: What happened how often: `parse_failures` counts tool calls that could not be read.
         unknown: Fields of requests so far that nobody knows.
         traces: Where spans of requests go; None makes none.
     """
@@ -47,21 +45,22 @@ class Gateway:
     service: Service
     settings: HttpSettings
     vocabulary: Vocabulary
-    reading: OutputParser
+    parser: OutputParser
+    answers: AnswersLog | None = None
     running: set[str] = field(default_factory=set)
-    counts: Counter[str] = field(default_factory=Counter)
     unknown: set[str] = field(default_factory=set)
-    traces: "Traces | None" = None
+    traces: Traces | None = None
     _fingerprints: dict[int, tuple[Parts, str]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, service: Service, settings: HttpSettings, traces: "Traces | None" = None) -> "Gateway":
-        """The gateway of a service. Raises InputError for a response template that cannot be used."""
+    def of(cls, service: Service, settings: HttpSettings, traces: Traces | None = None) -> "Gateway":
+        """The gateway of a service. Raises InputError for a response template or a file of answers it cannot use."""
         return cls(
             service=service,
             settings=settings,
             vocabulary=Vocabulary(service.tokenizer, service.engine.parts.target.vocab_size),
-            reading=OutputParser.of(service.tokenizer, settings.response_template),
+            parser=OutputParser.of(service.tokenizer, settings.response_template),
+            answers=None if settings.answers is None else AnswersLog.opened(settings.answers),
             traces=traces,
         )
 
@@ -86,13 +85,13 @@ class Gateway:
         parts, target = self.service.engine.parts, self.service.engine.parts.target
         if (known := self._fingerprints.get(id(parts))) is not None and known[0] is parts:
             return known[1]
-        said = [self.version, self.name, target.vocab_size, target.max_context, str(target.device)]
-        said += [catalog.name_of(part) for part in (parts.drafter, parts.verifier, parts.tree, parts.length)]
-        found = "fp_" + hashlib.sha256(json.dumps(said).encode()).hexdigest()[:12]
+        facts = [self.version, self.name, target.vocab_size, target.max_context, str(target.device)]
+        facts += [catalog.name_of(part) for part in (parts.drafter, parts.verifier, parts.tree, parts.length)]
+        fingerprint = "fp_" + hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
         # That of the newest parts: to ask for all names takes as long as an event.
         self._fingerprints.clear()
-        self._fingerprints[id(parts)] = parts, found
-        return found
+        self._fingerprints[id(parts)] = parts, fingerprint
+        return fingerprint
 
     async def read(self, request: Request, model: type[Body]) -> Body:
         """The body of a request."""
@@ -100,9 +99,9 @@ class Gateway:
         return await read(request, model, most_bytes=limits.max_body_bytes, most_depth=limits.max_json_depth)
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError for a model that is not served."""
+        """Raise ServeError for a model that is not served."""
         if name is not None and name not in self.service.names:
-            raise ApiError(
+            raise ServeError(
                 404,
                 f"there is no model {name[:200]!r} here; this server has {', '.join(self.service.names)}",
                 param="model",
@@ -123,5 +122,5 @@ class Gateway:
 
 def gateway_of(request: Request) -> Gateway:
     """The gateway of the app that answers a request."""
-    found: Gateway = request.app.state.gateway
-    return found
+    gateway: Gateway = request.app.state.gateway
+    return gateway

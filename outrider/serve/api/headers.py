@@ -71,5 +71,5 @@ class Bounded(HttpToolsProtocol):
 
 def bounded(most: int, seconds: float) -> type[Bounded]:
     """The protocol with these bounds, for uvicorn."""
-    found: type[Any] = type("Bounded", (Bounded,), {"most": most, "seconds": seconds})
-    return found
+    protocol: type[Any] = type("Bounded", (Bounded,), {"most": most, "seconds": seconds})
+    return protocol

@@ -1,21 +1,32 @@
-"""A request to /v1/messages, and the chat completion that answers it."""
+"""The body of a request to /v1/messages, and the conversation that it is."""
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from pydantic import Field
 
 from outrider.core.inputs import shown
-from outrider.serve.api.bodies import Body
-from outrider.serve.api.errors import refuse
-from outrider.serve.api.options import passed_on
+from outrider.serve.api.bodies import (
+    Body,
+    Effort,
+    Function,
+    FunctionName,
+    JsonSchema,
+    NamedTool,
+    ResponseFormat,
+    SamplingBody,
+    Tool,
+)
+from outrider.serve.api.gateway import Gateway
+from outrider.serve.api.grammars import ToolUse
+from outrider.serve.api.prompts import field_of, listed, part_of, template_arguments, text_of
+from outrider.serve.errors import refuse_field
+from outrider.serve.run.templates import ChatPrompt
 
 LEAST_BUDGET = 1024
 """Fewest tokens of thinking that a client may ask for."""
-PASSED = ("chat_template_kwargs", "vllm_xargs")
-"""Fields that are not Anthropic's and that chat completions read too, besides those of all routes that generate."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+"""OpenAI's words for Anthropic's choices of tools."""
 
 
 class Message(Body):
@@ -28,10 +39,11 @@ class Message(Body):
 class AnthropicTool(Body):
     """A tool that the model may call."""
 
-    name: str
+    name: str = Field(min_length=1, max_length=256)
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     type: str | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(Body):
@@ -49,16 +61,62 @@ class Thinking(Body):
     budget_tokens: int | None = None
 
 
-class CountRequest(Body):
+class OutputFormat(Body):
+    """The form of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: Any = Field(default=None, alias="schema")
+
+
+class OutputConfig(Body):
+    """What the answer is like."""
+
+    format: OutputFormat | None = None
+    effort: Effort | None = None
+
+
+class CountRequest(SamplingBody):
     """A request to /v1/messages/count_tokens: what the prompt is made of."""
 
-    model: str | None = None
     messages: list[Message] = Field(min_length=1)
     system: str | list[dict[str, Any]] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    output_config: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
+
+    def tool_use(self, gateway: Gateway) -> ToolUse:
+        """The tools that the model may or must call."""
+        choice, several = self.tool_choice, True
+        named: str | NamedTool | None = None
+        if choice is not None:
+            if choice.type == "tool" and choice.name is None:
+                refuse_field("tool_choice.name", "must name the tool to call")
+            named = CHOICES.get(choice.type) or NamedTool(function=FunctionName(name=str(choice.name)))
+            several = not choice.disable_parallel_tool_use
+        tools = [_tool(each, number) for number, each in enumerate(self.tools or ())] or None
+        return ToolUse.of(tools, named, several=several, limits=gateway.service.limits)
+
+    def prompt(self, gateway: Gateway, tools: ToolUse) -> ChatPrompt:
+        """What the chat template makes a prompt of. An answer continues the assistant's last message.
+
+        Raises:
+            ServeError: A block cannot be followed. The message names the field.
+        """
+        messages = [] if self.system is None else [{"role": "system", "content": text_of(self.system, "system")}]
+        for number, message in enumerate(self.messages):
+            messages += _messages(message, f"messages.{number}")
+        arguments = dict(self.chat_template_kwargs)
+        if self.thinking is not None:
+            arguments = {"enable_thinking": self.thinking.type != "disabled"} | arguments
+        continues = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+        return ChatPrompt(
+            messages=messages,
+            tools=listed(gateway, tools),
+            arguments=template_arguments(arguments, None if self.output_config is None else self.output_config.effort),
+            generation_prompt=not continues,
+            continue_final=continues,
+        )
 
 
 class MessagesRequest(CountRequest):
@@ -66,164 +124,76 @@ class MessagesRequest(CountRequest):
 
     max_tokens: int = Field(gt=0)
     stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    stream: bool | None = None
 
+    @property
+    def form(self) -> ResponseFormat | None:
+        """The form of the output."""
+        format = None if self.output_config is None else self.output_config.format
+        if format is None:
+            return self.response_format
+        return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=format.schema_))
 
-def chat_body(request: MessagesRequest) -> dict[str, Any]:
-    """The body of the chat completion that answers a request; it always streams, with token counts in every chunk.
-
-    Raises:
-        ApiError: The request wants what is not supported. The message names the field.
-    """
-    if request.thinking is not None and request.thinking.type == "enabled":
-        _check_budget(request.thinking.budget_tokens, request.max_tokens)
-    body = prompt_body(request) | {
-        "max_completion_tokens": request.max_tokens,
-        "stop": request.stop_sequences,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-        "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }
-    return {name: value for name, value in body.items() if value is not None}
-
-
-def prompt_body(request: CountRequest) -> dict[str, Any]:
-    """The fields of a chat completion that make the prompt."""
-    messages = [] if request.system is None else [{"role": "system", "content": text_of(request.system, "system")}]
-    for number, message in enumerate(request.messages):
-        messages += _messages(message, f"messages.{number}")
-    passed = passed_on(request) | {name: value for name in PASSED if (value := request.given(name)) is not None}
-    body = {"model": request.model, "messages": messages, **passed}
-    if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
-        # The answer continues the last message.
-        body |= {"add_generation_prompt": False, "continue_final_message": True}
-    if request.tools:
-        body["tools"] = [_tool(each, number) for number, each in enumerate(request.tools)]
-    if request.tool_choice is not None:
-        body |= _choice(request.tool_choice)
-    if request.thinking is not None:
-        wanted = {"enable_thinking": request.thinking.type != "disabled"}
-        body["chat_template_kwargs"] = wanted | body.get("chat_template_kwargs", {})
-    return body | _output(request.output_config or {})
-
-
-def text_of(content: str | Sequence[Mapping[str, Any]], place: str) -> str:
-    """The text of a content.
-
-    Args:
-        place: The field, for the error message.
-
-    Raises:
-        ApiError: A block is no text.
-    """
-    if isinstance(content, str):
-        return content
-    for number, block in enumerate(content):
-        if block.get("type") != "text" or not isinstance(block.get("text"), str):
-            _wrong(f"{place}.{number}", f"a block of type {shown(block.get('type'))} is not supported here; send text")
-    return "".join(block["text"] for block in content)
+    def check(self) -> None:
+        """Raise ServeError for what is not supported."""
+        if self.thinking is None or self.thinking.type != "enabled":
+            return
+        budget, most = self.thinking.budget_tokens, self.max_tokens
+        if budget is None or not LEAST_BUDGET <= budget < most:
+            words = f"must be >= {LEAST_BUDGET} and below max_tokens ({most}), got {shown(budget)}"
+            refuse_field("thinking.budget_tokens", words)
 
 
 def _messages(message: Message, place: str) -> list[dict[str, Any]]:
     """The chat messages of one message: results of tools become messages of their own."""
     if isinstance(message.content, str) or message.role == "system":
-        return [{"role": message.role, "content": text_of(message.content, place)}]
-    return _asked(message.content, place) if message.role == "user" else [_answered(message.content, place)]
+        return [{"role": message.role, "content": text_of(message.content, f"{place}.content")}]
+    return (_of_user if message.role == "user" else _of_assistant)(message.content, place)
 
 
-def _asked(blocks: Sequence[Mapping[str, Any]], place: str) -> list[dict[str, Any]]:
+def _of_user(blocks: Sequence[Mapping[str, Any]], place: str) -> list[dict[str, Any]]:
     """The messages of a user's blocks, in their order."""
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for number, block in enumerate(blocks):
         if block.get("type") == "tool_result":
             content = text_of(block.get("content") or "", f"{place}.content.{number}.content")
-            id = _text(block, "tool_use_id", f"{place}.content.{number}")
-            found.append({"role": "tool", "tool_call_id": id, "content": content})
+            id = field_of(block, "tool_use_id", f"{place}.content.{number}")
+            messages.append({"role": "tool", "tool_call_id": id, "content": content})
         else:
-            text = text_of([block], f"{place}.content")
-            if found and found[-1]["role"] == "user":
-                found[-1]["content"] += text
+            text = part_of(block, f"{place}.content.{number}")
+            if messages and messages[-1]["role"] == "user":
+                messages[-1]["content"] += text
             else:
-                found.append({"role": "user", "content": text})
-    return found or [{"role": "user", "content": ""}]
+                messages.append({"role": "user", "content": text})
+    return messages or [{"role": "user", "content": ""}]
 
 
-def _answered(blocks: Sequence[Mapping[str, Any]], place: str) -> dict[str, Any]:
+def _of_assistant(blocks: Sequence[Mapping[str, Any]], place: str) -> list[dict[str, Any]]:
     """The message of an assistant's blocks."""
     texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
     for number, block in enumerate(blocks):
         at = f"{place}.content.{number}"
         kind = block.get("type")
         if kind == "thinking":
-            thoughts.append(_text(block, "thinking", at))
+            thoughts.append(field_of(block, "thinking", at))
         elif kind == "tool_use":
-            given = json.dumps(block.get("input") or {}, ensure_ascii=False)
-            function = {"name": _text(block, "name", at), "arguments": given}
-            calls.append({"id": _text(block, "id", at), "type": "function", "function": function})
+            function = {"name": field_of(block, "name", at), "arguments": block.get("input") or {}}
+            calls.append({"id": field_of(block, "id", at), "type": "function", "function": function})
         elif kind != "redacted_thinking":
-            texts.append(text_of([block], f"{place}.content"))
+            texts.append(part_of(block, at))
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
-        message["reasoning"] = "".join(thoughts)
+        message |= dict.fromkeys(("reasoning", "reasoning_content"), "".join(thoughts))
     if calls:
         message["tool_calls"] = calls
-    return message
+    return [message]
 
 
-def _text(block: Mapping[str, Any], name: str, place: str) -> str:
-    """A field that must be a text."""
-    if not isinstance(found := block.get(name), str):
-        _wrong(f"{place}.{name}", f"must be a text, got {shown(found)}")
-    return found
-
-
-def _tool(tool: AnthropicTool, number: int) -> dict[str, Any]:
+def _tool(tool: AnthropicTool, number: int) -> Tool:
     """A tool in the format of chat completions."""
     if tool.type not in (None, "custom"):
-        _wrong(f"tools.{number}", f"a tool of type {shown(tool.type)} is not supported; give name and input_schema")
+        refuse_field(
+            f"tools.{number}", f"a tool of type {shown(tool.type)} is not supported; give name and input_schema"
+        )
     schema = {"type": "object"} | (tool.input_schema or {})
-    function = {"name": tool.name, "description": tool.description or "", "parameters": schema}
-    if tool.given("strict") is not None:
-        function["strict"] = tool.given("strict")
-    return {"type": "function", "function": function}
-
-
-def _choice(choice: ToolChoice) -> dict[str, Any]:
-    """`tool_choice` in the format of chat completions."""
-    if choice.type == "tool" and choice.name is None:
-        _wrong("tool_choice.name", "must name the tool to call")
-    named = {"type": "function", "function": {"name": choice.name}}
-    found: dict[str, Any] = {"tool_choice": CHOICES.get(choice.type, named)}
-    return found | ({"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {})
-
-
-def _output(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What `output_config` asks of the answer."""
-    found: dict[str, Any] = {}
-    if (format := config.get("format")) is not None:
-        if not isinstance(format, Mapping) or format.get("type") != "json_schema":
-            _wrong("output_config.format", f"must be of type json_schema, got {shown(format)}")
-        found["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"name": "answer", "schema": format.get("schema"), "strict": True},
-        }
-    if config.get("effort") is not None:
-        found["reasoning_effort"] = config["effort"]
-    return found
-
-
-def _check_budget(budget: int | None, most: int) -> None:
-    """A budget of thinking must leave room for the answer."""
-    if budget is None or not LEAST_BUDGET <= budget < most:
-        given = shown(budget)
-        _wrong("thinking.budget_tokens", f"must be >= {LEAST_BUDGET} and below max_tokens ({most}), got {given}")
-
-
-def _wrong(place: str, words: str) -> NoReturn:
-    """Raise the error for a field that cannot be followed."""
-    refuse(place, f"{place}: {words}")
+    function = Function(name=tool.name, description=tool.description or "", parameters=schema, strict=tool.strict)
+    return Tool(type="function", function=function)

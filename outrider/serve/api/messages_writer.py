@@ -1,164 +1,148 @@
-"""The answer of /v1/messages: the chunks of a chat completion become content blocks and their events."""
+"""The answer of /v1/messages: deltas become content blocks and their events."""
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
-from outrider.serve.api.chunks import CallPiece, Chunk, read
-
-ERRORS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    415: "invalid_request_error",
-    429: "rate_limit_error",
-    529: "overloaded_error",
-}
-"""The type of an error by its status; of all others `api_error`."""
-OVERLOADED = 529
-"""Anthropic's status of a full queue."""
+from outrider.serve.api.call import Call, Writer
+from outrider.serve.api.errors import anthropic_error, served
+from outrider.serve.api.sse import event
+from outrider.serve.api.usage import TokenUsage, metrics_of, usage_of, usage_so_far
+from outrider.serve.run.outputs import Delta
+from outrider.serve.run.parser import Piece
 
 Event = dict[str, Any]
 
 
-def error_body(status: int, message: str, request_id: str) -> dict[str, Any]:
-    """The body of an error."""
-    kind = ERRORS.get(status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+class MessageWriter(Writer):
+    """Writes a message, or its events."""
 
+    pulse = event({"type": "ping"}, "ping")
 
-@dataclass(kw_only=True)
-class MessageAnswer:
-    """A message that grows with each chunk; changes in place.
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._content: list[dict[str, Any]] = []
+        self._is_open = False
+        self._arguments = ""
 
-    Attributes:
-        content: Its blocks so far.
-    """
+    def add(self, delta: Delta) -> list[bytes]:
+        """The events of a delta, in one write; the first ones say how long the prompt is."""
+        events = list(self._events(delta))
+        if delta.first:
+            counts = _counted(usage_so_far(delta.output)) | {"output_tokens": 0}
+            start = self._message(counts) | {"content": [], "stop_reason": None, "stop_sequence": None}
+            events = [{"type": "message_start", "message": start}, *events]
+        return _written(events)
 
-    id: str
-    model: str
-    content: list[dict[str, Any]] = field(default_factory=list)
-    _usage: Mapping[str, Any] = field(default_factory=dict)
-    _metrics: Mapping[str, Any] | None = None
-    _finish: str | None = None
-    _stopped: str | int | None = None
-    _call: int = -1
-    _arguments: str = ""
-    _closed: bool = True
-
-    def start(self, chunk: Chunk) -> Event:
-        """The first event; the chunk says how long the prompt is."""
-        self._usage = read(chunk).usage or {}
-        usage = self._counted() | {"output_tokens": 0}
-        return {"type": "message_start", "message": self._message(usage) | {"content": []}}
-
-    def add(self, chunk: Chunk) -> Iterator[Event]:
-        """The events of a chunk."""
-        piece = read(chunk)
-        self._usage = piece.usage or self._usage
-        self._metrics = piece.metrics or self._metrics
-        if piece.reasoning:
-            yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            self.content[-1]["thinking"] += piece.reasoning
-            yield self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
-        if piece.text:
-            yield from self._open("text", {"type": "text", "text": ""})
-            self.content[-1]["text"] += piece.text
-            yield self._delta({"type": "text_delta", "text": piece.text})
-        for call in piece.calls:
-            yield from self._called(call)
-        if piece.finish_reason is not None:
-            self._finish, self._stopped = piece.finish_reason, piece.stop_reason
-
-    def end(self) -> Iterator[Event]:
+    def end(self) -> list[bytes]:
         """The last events."""
-        yield from self._close()
-        message = self.message()
+        events = list(self._close())
+        message = self.whole()
         ends = {name: message[name] for name in ("stop_reason", "stop_sequence")}
-        yield {"type": "message_delta", "delta": ends, "usage": message["usage"], **self._beside()}
-        yield {"type": "message_stop"}
+        beside: dict[str, Any] = {name: message[name] for name in ("usage", "metrics") if name in message}
+        return _written([*events, {"type": "message_delta", "delta": ends, **beside}, {"type": "message_stop"}])
 
-    def message(self) -> dict[str, Any]:
-        """The whole message, once it has ended."""
-        return self._message(self._counted()) | self._beside()
+    def failed(self, error: Exception) -> list[bytes]:
+        """The error."""
+        request_id = self.call.http.scope["state"]["request_id"]
+        return [event(anthropic_error(served(error), request_id), "error")]
+
+    def whole(self) -> dict[str, Any]:
+        """The answer at once."""
+        for _ in self._close():
+            pass
+        metrics = metrics_of(self.gateway, self.call.outputs)
+        message = self._message(_counted(usage_of(self.call.outputs)))
+        return message if metrics is None else message | {"metrics": metrics}
 
     def _message(self, usage: dict[str, Any]) -> dict[str, Any]:
-        reason = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn", None: None}[self._finish]
-        sequence = self._stopped if isinstance(self._stopped, str) and reason == "end_turn" else None
-        if reason == "end_turn":
-            if any(block["type"] == "tool_use" for block in self.content):
-                # A tool that the request names is called without a reason of its own.
-                reason = "tool_use"
-            elif sequence is not None:
-                reason = "stop_sequence"
+        end = self.call.outputs[0].end
+        reason, sequence = None, None
+        if end is not None:
+            reason = "max_tokens" if end.reason == "length" else "tool_use" if end.called else "end_turn"
+            if reason == "end_turn" and isinstance(end.stopped_by, str):
+                reason, sequence = "stop_sequence", end.stopped_by
         return {
-            "id": self.id,
+            "id": f"msg_{self.call.id}",
             "type": "message",
             "role": "assistant",
-            "model": self.model,
-            "content": self.content,
+            "model": self.gateway.name,
+            "content": self._content,
             "stop_reason": reason,
             "stop_sequence": sequence,
             "usage": usage,
         }
 
-    def _beside(self) -> dict[str, Any]:
-        return {} if self._metrics is None else {"metrics": self._metrics}
+    def _events(self, delta: Delta) -> Iterator[Event]:
+        for piece in delta.pieces:
+            if piece.kind == "call":
+                yield from self._called(piece)
+            elif piece.text:
+                yield from self._spoken(piece)
 
-    def _counted(self) -> dict[str, Any]:
-        """Token counts; those of the prompt that were cached count apart."""
-        cached = (self._usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return {
-            "input_tokens": self._usage.get("prompt_tokens", 0) - cached,
-            "output_tokens": self._usage.get("completion_tokens", 0),
-            "cache_read_input_tokens": cached,
-            "cache_creation_input_tokens": 0,
-        }
+    def _spoken(self, piece: Piece) -> Iterator[Event]:
+        """The events of more reasoning or more text."""
+        kind = "thinking" if piece.kind == "reasoning" else "text"
+        block = {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+        yield from self._open(block)
+        self._content[-1][kind] += piece.text
+        yield self._delta({"type": f"{kind}_delta", kind: piece.text})
 
-    def _called(self, call: CallPiece) -> Iterator[Event]:
-        if call.index != self._call:
-            self._call = call.index
+    def _called(self, piece: Piece) -> Iterator[Event]:
+        """The events of a call, or of more of its arguments."""
+        if piece.id is not None:
             yield from self._close()
-            block: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-            yield from self._open("tool_use", block)
-        if call.arguments:
-            self._arguments += call.arguments
-            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+            yield from self._open({"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
+        if piece.text:
+            self._arguments += piece.text
+            yield self._delta({"type": "input_json_delta", "partial_json": piece.text})
 
-    def _open(self, kind: str, block: dict[str, Any]) -> Iterator[Event]:
+    def _open(self, block: dict[str, Any]) -> Iterator[Event]:
         """Begin a block, if the last one is of another kind or has ended."""
-        if self.content and self.content[-1]["type"] == kind and not self._closed:
+        if self._is_open and self._content[-1]["type"] == block["type"]:
             return
         yield from self._close()
-        self.content.append(block)
-        self._closed = False
-        yield {"type": "content_block_start", "index": len(self.content) - 1, "content_block": dict(block)}
+        self._content.append(block)
+        self._is_open = True
+        yield {"type": "content_block_start", "index": len(self._content) - 1, "content_block": dict(block)}
 
     def _close(self) -> Iterator[Event]:
         """End the last block."""
-        if self._closed:
+        if not self._is_open:
             return
-        self._closed, block = True, self.content[-1]
+        self._is_open, block = False, self._content[-1]
         if block["type"] == "thinking":
             block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()
             yield self._delta({"type": "signature_delta", "signature": block["signature"]})
         if block["type"] == "tool_use":
-            block["input"], self._arguments = _arguments(self._arguments), ""
-        yield {"type": "content_block_stop", "index": len(self.content) - 1}
+            block["input"], self._arguments = _parsed(self._arguments), ""
+        yield {"type": "content_block_stop", "index": len(self._content) - 1}
 
     def _delta(self, delta: dict[str, Any]) -> Event:
-        return {"type": "content_block_delta", "index": len(self.content) - 1, "delta": delta}
+        return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def _written(events: list[Event]) -> list[bytes]:
+    """Events in one write."""
+    return [b"".join(event(each, each["type"]) for each in events)] if events else []
+
+
+def _counted(usage: TokenUsage) -> dict[str, Any]:
+    """Token counts; those of the prompt that were cached count apart."""
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "output_tokens": usage["completion_tokens"],
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+    }
+
+
+def _parsed(text: str) -> dict[str, Any]:
     """The arguments of a call. The output may have ended inside of them; then there are none."""
     try:
-        found = json.loads(text or "{}")
+        arguments = json.loads(text or "{}")
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}

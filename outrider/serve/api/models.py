@@ -1,4 +1,4 @@
-"""The routes beside generation: models, tokens, health, and what the server is."""
+"""The routes beside generation: models, tokens, health, numbers, and what the server is."""
 
 import time
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider import catalog
-from outrider.core.inputs import InputError
 from outrider.lengths.experience import Experience
-from outrider.serve.api.answers import json_response
 from outrider.serve.api.bodies import DetokenizeBody, TokenizeBody
-from outrider.serve.api.chat_prompt import arguments_of, check_template, messages_of
-from outrider.serve.api.errors import of_input, refuse
 from outrider.serve.api.gateway import Gateway, gateway_of
+from outrider.serve.api.grammars import ToolUse
 from outrider.serve.api.openapi import CHECKED, answers, body_of, errors
+from outrider.serve.api.prompts import chat_prompt
+from outrider.serve.api.sse import json_response
+from outrider.serve.errors import refuse
 
 router = APIRouter()
 PARTS = ("drafter", "tree", "verifier", "length")
@@ -55,10 +55,10 @@ async def tokenize(request: Request) -> Response:
     body = await gateway.read(request, TokenizeBody)
     gateway.check_model(body.model)
     tokens = await _tokens(gateway, body)
-    found = {"count": len(tokens), "max_model_len": gateway.service.max_context, "tokens": tokens, "token_strs": None}
+    answer = {"count": len(tokens), "max_model_len": gateway.service.max_context, "tokens": tokens, "token_strs": None}
     if body.return_token_strs:
-        found["token_strs"] = [str(each) for each in gateway.service.tokenizer.convert_ids_to_tokens(tokens)]
-    return json_response(found)
+        answer["token_strs"] = [str(each) for each in gateway.service.tokenizer.convert_ids_to_tokens(tokens)]
+    return json_response(answer)
 
 
 @router.post("/detokenize", responses=CHECKED, openapi_extra=body_of(DetokenizeBody))
@@ -77,11 +77,11 @@ async def detokenize(request: Request) -> Response:
 async def tokenizer_info(request: Request) -> Response:
     """The settings of the tokenizer."""
     tokenizer = gateway_of(request).service.tokenizer
-    found = {name: _plain(value) for name, value in tokenizer.init_kwargs.items() if not name.endswith(PLACES)}
-    found |= {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
-    found["tokenizer_class"] = type(tokenizer).__name__
-    found["chat_template"] = tokenizer.chat_template
-    return json_response(found)
+    info = {name: _plain(value) for name, value in tokenizer.init_kwargs.items() if not name.endswith(PLACES)}
+    info |= {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    info["tokenizer_class"] = type(tokenizer).__name__
+    info["chat_template"] = tokenizer.chat_template
+    return json_response(info)
 
 
 @router.get("/health", response_class=Response, responses=READY)
@@ -107,6 +107,13 @@ async def ping_by_post(request: Request) -> Response:
 async def live() -> Response:
     """Whether the process answers."""
     return Response()
+
+
+@router.get("/metrics", response_class=Response, responses=answers("text/plain", "application/openmetrics-text"))
+async def metrics(request: Request) -> Response:
+    """The numbers of the server, for Prometheus."""
+    content, kind = gateway_of(request).service.metrics.exposition(request.headers.get("accept", ""))
+    return Response(content, headers={"content-type": kind})
 
 
 @router.get("/version")
@@ -148,7 +155,7 @@ async def server_info(request: Request) -> Response:
                 },
             },
             "chat_template": service.tokenizer.chat_template is not None,
-            "response_template": gateway.reading.name,
+            "response_template": gateway.parser.name,
             "request_metrics": settings.request_metrics,
             "priorities": settings.priorities,
         }
@@ -157,11 +164,11 @@ async def server_info(request: Request) -> Response:
 
 def _options(part: object) -> dict[str, Any]:
     """The options of a part that are texts, numbers or lists of them."""
-    found = {each.name: getattr(part, each.name) for each in fields(part)} if is_dataclass(part) else {}
+    options = {each.name: getattr(part, each.name) for each in fields(part)} if is_dataclass(part) else {}
     simple = str | int | float | None
     return {
         name: value
-        for name, value in found.items()
+        for name, value in options.items()
         if isinstance(value, simple) or (isinstance(value, list | tuple) and all(isinstance(v, simple) for v in value))
     }
 
@@ -191,21 +198,10 @@ def _card(gateway: Gateway, name: str) -> dict[str, Any]:
 async def _tokens(gateway: Gateway, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         refuse("prompt", "give prompt or messages, one of them")
-    try:
-        if body.prompt is not None:
-            special = True if body.add_special_tokens is None else body.add_special_tokens
-            return await gateway.service.encode(body.prompt, special=special)
-        check_template(gateway, body)
-        return await gateway.service.encode_chat(
-            messages_of(body.messages or ()),
-            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or []] or None,
-            documents=None,
-            kwargs=arguments_of(body),
-            generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-            continue_final=body.continue_final_message,
-        )
-    except InputError as error:
-        raise of_input(error) from None
+    if body.prompt is not None:
+        special = True if body.add_special_tokens is None else body.add_special_tokens
+        return await gateway.service.encode(body.prompt, special=special)
+    return await gateway.service.encode_chat(chat_prompt(gateway, body, ToolUse(offered=body.tools or ())))
 
 
 def _plain(value: Any) -> Any:

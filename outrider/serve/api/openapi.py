@@ -86,19 +86,19 @@ def body_of(model: type[BaseModel]) -> dict[str, Any]:
 
 def describe(app: FastAPI, models: list[type[BaseModel]]) -> None:
     """Let an app's description hold the schemas of bodies that routes read themselves."""
-    made = app.openapi
+    describe_routes = app.openapi
 
     def described() -> dict[str, Any]:
-        found = made()
-        for operations in found["paths"].values():
+        description = describe_routes()
+        for operations in description["paths"].values():
             for operation in operations.values():
                 # FastAPI's own status for wrong fields, which is never sent.
                 operation["responses"].pop("422", None)
         schemas = models_json_schema([(model, "validation") for model in models], ref_template=REF)[1]["$defs"]
-        known = found.setdefault("components", {}).setdefault("schemas", {})
+        known = description.setdefault("components", {}).setdefault("schemas", {})
         known.update(schemas)
         for name in ("HTTPValidationError", "ValidationError"):
             known.pop(name, None)
-        return found
+        return description
 
     app.openapi = described  # type: ignore[method-assign]

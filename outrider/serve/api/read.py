@@ -10,7 +10,7 @@ import pydantic_core
 from starlette.requests import ClientDisconnect, Request
 
 from outrider.core.inputs import shown
-from outrider.serve.api.errors import ApiError, refuse
+from outrider.serve.errors import ServeError, refuse
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 MOST_ERRORS = 10
@@ -25,42 +25,46 @@ async def read(request: Request, model: type[Body], *, most_bytes: int, most_dep
         most_depth: Deepest nesting of its JSON.
 
     Raises:
-        ApiError: The body is too long, not JSON, or its fields are wrong.
+        ServeError: The body is too long, not JSON, or its fields are wrong.
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise ApiError(415, f"the body must be JSON (Content-Type: application/json), got {shown(kind)}")
+        raise ServeError(415, f"the body must be JSON (Content-Type: application/json), got {shown(kind)}")
     value = parsed(await whole(request, most_bytes), most_depth)
     if not isinstance(value, dict):
         refuse(None, "the body must be a JSON object", "invalid_json")
     return checked(model, value)
 
 
-def checked(model: type[Body], value: Any) -> Body:
-    """A value as a model. Raises ApiError if fields are wrong."""
+def checked(model: type[Body], value: Any, place: str = "") -> Body:
+    """A value as a model. Raises ServeError if fields are wrong.
+
+    Args:
+        place: The field of the body that it is.
+    """
     try:
         return model.model_validate(value)
     except pydantic.ValidationError as error:
-        raise of_fields(error.errors(include_url=False, include_context=False), value) from None
+        raise of_fields(error.errors(include_url=False, include_context=False), value, place) from None
 
 
-def of_fields(errors: Sequence[Mapping[str, Any]], value: Any) -> ApiError:
-    """The answer to wrong fields."""
-    found: dict[str, list[str]] = {}
+def of_fields(errors: Sequence[Mapping[str, Any]], value: Any, place: str = "") -> ServeError:
+    """The answer to wrong fields; the arguments are those of `checked`."""
+    fields: dict[str, list[str]] = {}
     for each in errors:
-        path, given = _path(each["loc"], value, missing=each["type"] == "missing")
+        path, wrong = _path(each["loc"], value, missing=each["type"] == "missing")
         known = {"missing": "is missing", "extra_forbidden": "is unknown"}
-        message = known.get(each["type"]) or _lower(each["msg"]) + f", got {shown(given)}"
-        said = found.setdefault(path, [])
-        if message not in said:
-            said.append(message)
-    lines = [f"{path or 'the body'}: {' or '.join(said[:3])}" for path, said in found.items()]
+        message = known.get(each["type"]) or _lower(each["msg"]) + f", got {shown(wrong)}"
+        messages = fields.setdefault(".".join(filter(None, (place, path))), [])
+        if message not in messages:
+            messages.append(message)
+    lines = [f"{path or 'the body'}: {' or '.join(messages[:3])}" for path, messages in fields.items()]
     more = f"; and {len(lines) - MOST_ERRORS} more" if len(lines) > MOST_ERRORS else ""
-    return ApiError(400, "; ".join(lines[:MOST_ERRORS]) + more, param=next(iter(found)) or None)
+    return ServeError(400, "; ".join(lines[:MOST_ERRORS]) + more, param=next(iter(fields)) or None)
 
 
 def parsed(body: bytes, most_depth: int) -> Any:
-    """The value of a JSON text. Raises ApiError if it is none, or too deep."""
+    """The value of a JSON text. Raises ServeError if it is none, or too deep."""
     try:
         value = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -71,7 +75,7 @@ def parsed(body: bytes, most_depth: int) -> Any:
 
 
 async def save(request: Request, place: Path, most: int) -> None:
-    """Write the body to a file. Raises ApiError as soon as it is too long, or if it ends early."""
+    """Write the body to a file. Raises ServeError as soon as it is too long, or if it ends early."""
     with place.open("wb") as file:
         async for chunk in _chunks(request, most):
             await asyncio.to_thread(file.write, chunk)
@@ -94,11 +98,11 @@ async def _chunks(request: Request, most: int) -> AsyncIterator[bytes]:
                 raise _too_large(most)
             yield chunk
     except ClientDisconnect:
-        raise ApiError(400, "the body ended early", code="invalid_json") from None
+        raise ServeError(400, "the body ended early", code="invalid_json") from None
 
 
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body is longer than {most} bytes; shorten it", headers={"connection": "close"})
+def _too_large(most: int) -> ServeError:
+    return ServeError(413, f"the body is longer than {most} bytes; shorten it", headers={"connection": "close"})
 
 
 def deeper(value: Any, most: int) -> bool:
@@ -119,15 +123,15 @@ def deeper(value: Any, most: int) -> bool:
 
 def _path(places: Sequence[int | str], value: Any, *, missing: bool) -> tuple[str, Any]:
     """The path of a field with dots, and what stands there. Names of types, which pydantic adds, are left out."""
-    found: list[str] = []
+    path: list[str] = []
     for i, place in enumerate(places):
         inside = place in value if isinstance(value, Mapping) else isinstance(place, int) and _holds(value, place)
         if inside:
             value = value[place]
         elif not (missing and i == len(places) - 1):
             continue
-        found.append(str(place)[:200])
-    return ".".join(found), value
+        path.append(str(place)[:200])
+    return ".".join(path), value
 
 
 def _holds(value: Any, place: int) -> bool:
@@ -136,5 +140,5 @@ def _holds(value: Any, place: int) -> bool:
 
 def _lower(message: str) -> str:
     """pydantic's message as the end of a sentence."""
-    said = message.removeprefix("Value error, ").removeprefix("Input ")
-    return said[:1].lower() + said[1:]
+    end = message.removeprefix("Value error, ").removeprefix("Input ")
+    return end[:1].lower() + end[1:]

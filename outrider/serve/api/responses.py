@@ -1,22 +1,18 @@
-"""POST /v1/responses: OpenAI's newer format around chat completions. No response is stored."""
+"""POST /v1/responses: OpenAI's newer format. No response is stored."""
 
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from outrider.serve.api.answers import answered, as_api
-from outrider.serve.api.bodies import ChatBody
-from outrider.serve.api.chat import ChatAnswer
-from outrider.serve.api.errors import ApiError
+from outrider.serve.api.call import respond
 from outrider.serve.api.gateway import gateway_of
 from outrider.serve.api.openapi import POSTED, body_of, errors
-from outrider.serve.api.read import checked
-from outrider.serve.api.responses_body import ResponsesRequest, chat_body
-from outrider.serve.api.responses_writer import Event, ResponseAnswer
-from outrider.serve.api.sse import EventStream, event
+from outrider.serve.api.request import AnswerFormat, admitted, request_of
+from outrider.serve.api.responses_body import ResponsesRequest
+from outrider.serve.api.responses_writer import ResponseWriter
+from outrider.serve.errors import ServeError
 
 router = APIRouter()
 UNSTORED = errors(401, 404)
@@ -26,33 +22,19 @@ UNSTORED = errors(401, 404)
 async def responses(request: Request) -> Response:
     """Answer an input of messages, calls and their outputs."""
     gateway = gateway_of(request)
-    asked = await gateway.read(request, ResponsesRequest)
-    chat = await ChatAnswer.begun(gateway, request, checked(ChatBody, chat_body(asked)))
-    answer = ResponseAnswer(
-        id=f"resp_{chat.id.removeprefix('chatcmpl-')}", model=gateway.name, request=asked, created=chat.created
+    body = admitted(gateway, request, await gateway.read(request, ResponsesRequest))
+    body.check(gateway.service.limits.max_logprobs)
+    tools = body.tool_use(gateway)
+    asked = await request_of(
+        gateway,
+        body,
+        body.chat_prompt(gateway, tools),
+        most_tokens=body.max_output_tokens,
+        format=AnswerFormat(stream=body.stream, logprobs=body.logprobs),
+        response_format=body.form,
+        tools=tools,
     )
-
-    async def whole() -> dict[str, Any]:
-        async for chunk in chat.chunks():
-            for _ in answer.add(chunk):
-                pass
-        for _ in answer.end():
-            pass
-        return answer.response()
-
-    def failed(error: Exception) -> list[bytes]:
-        found = as_api(error)
-        return [_written([answer.fail(found.code, found.message)])]
-
-    if not asked.stream:
-        return await answered(request, chat.call, whole)
-    return EventStream(
-        _events(chat, answer),
-        failed=failed,
-        close=chat.call.close,
-        keep_alive=gateway.settings.keep_alive_seconds,
-        patience=gateway.service.limits.slow_client_seconds,
-    )
+    return await respond(gateway, request, asked, partial(ResponseWriter, body=body))
 
 
 @router.get("/v1/responses/{id}", status_code=404, responses=UNSTORED)
@@ -61,18 +43,4 @@ async def responses(request: Request) -> Response:
 @router.get("/v1/responses/{id}/input_items", status_code=404, responses=UNSTORED)
 async def stored(id: str) -> Response:
     """Nothing is stored."""
-    raise ApiError(404, f"there is no response {id[:200]!r}, because none is stored", param="id")
-
-
-async def _events(chat: ChatAnswer, answer: ResponseAnswer) -> AsyncIterator[bytes]:
-    """The answer as a stream."""
-    yield _written(answer.start())
-    async for chunk in chat.chunks():
-        if found := _written(answer.add(chunk)):
-            yield found
-    yield _written(answer.end())
-
-
-def _written(events: Iterator[Event] | list[Event]) -> bytes:
-    """Events as they are sent, in one write."""
-    return b"".join(event(each, each["type"]) for each in events)
+    raise ServeError(404, f"there is no response {id[:200]!r}, because none is stored", param="id")

@@ -1,143 +1,158 @@
-"""The answer of /v1/responses: the chunks of a chat completion become output items and their events."""
+"""The answer of /v1/responses: deltas become output items and their events."""
 
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
-from outrider.serve.api.chunks import CallPiece, Chunk, read
+from outrider.serve.api.call import Call, Writer
+from outrider.serve.api.errors import served
 from outrider.serve.api.responses_body import ResponsesRequest
+from outrider.serve.api.sse import event
+from outrider.serve.api.tokens import TokenLogprob
+from outrider.serve.api.usage import TokenUsage, metrics_of, usage_of
+from outrider.serve.run.outputs import Delta
+from outrider.serve.run.parser import Piece
 
 Event = dict[str, Any]
 Fields = dict[str, Any]
 
 
-@dataclass(kw_only=True)
-class ResponseAnswer:
-    """A response that grows with each chunk; changes in place.
+class ResponseWriter(Writer):
+    """Writes a response, or its events.
 
-    Attributes:
-        id: With `resp_` at its beginning.
-        output: Its items so far.
+    Args:
+        body: The request, which the response quotes.
     """
 
-    id: str
-    model: str
-    request: ResponsesRequest
-    created: int = field(default_factory=lambda: int(time.time()))
-    output: list[Fields] = field(default_factory=list)
-    _usage: Mapping[str, Any] | None = None
-    _metrics: Mapping[str, Any] | None = None
-    _finish: str | None = None
-    _call: int = -1
-    _closed: bool = True
-    _sent: int = 0
+    def __init__(self, call: Call, body: ResponsesRequest) -> None:
+        super().__init__(call)
+        self._body = body
+        self._output: list[Fields] = []
+        self._closed = True
+        self._sent = 0
 
-    def start(self) -> Iterator[Event]:
+    def begin(self) -> list[bytes]:
         """The first events."""
-        for name in ("response.created", "response.in_progress"):
-            yield self._event(name, response=self.response("in_progress"))
+        names = ("response.created", "response.in_progress")
+        return _written([self._event(name, response=self._response("in_progress")) for name in names])
 
-    def add(self, chunk: Chunk) -> Iterator[Event]:
-        """The events of a chunk."""
-        piece = read(chunk)
-        self._usage = piece.usage or self._usage
-        self._metrics = piece.metrics or self._metrics
-        if piece.reasoning:
-            yield from self._reasoned(piece.reasoning)
-        if piece.text:
-            yield from self._said(piece.text, [_logprob(each) for each in piece.logprobs])
-        for call in piece.calls:
-            yield from self._called(call)
-        self._finish = piece.finish_reason or self._finish
+    def add(self, delta: Delta) -> list[bytes]:
+        """The events of a delta, in one write."""
+        return _written(list(self._events(delta)))
 
-    def end(self) -> Iterator[Event]:
+    def end(self) -> list[bytes]:
         """The last events."""
-        if not self.output:
-            # An answer without text is an empty message.
-            yield from self._said("", [])
-        yield from self._close("incomplete" if self._finish == "length" else "completed")
-        found = self.response()
-        yield self._event(f"response.{found['status']}", response=found)
+        events = list(self._finish())
+        response = self.whole()
+        return _written([*events, self._event(f"response.{response['status']}", response=response)])
 
-    def fail(self, code: str, message: str) -> Event:
-        """The last event of a response that an error ended."""
-        failed = self.response("failed") | {"error": {"code": code, "message": message}}
-        return self._event("response.failed", response=failed)
+    def failed(self, error: Exception) -> list[bytes]:
+        """The error, in a response that failed."""
+        reason = served(error)
+        response = self._response("failed") | {"error": {"code": reason.code, "message": reason.message}}
+        return _written([self._event("response.failed", response=response)])
 
-    def response(self, status: str | None = None) -> Fields:
-        """The response as it is now.
+    def whole(self) -> Fields:
+        """The answer at once."""
+        for _ in self._finish():
+            pass
+        outputs = self.call.outputs
+        response = self._response(self._status) | {"usage": _usage(usage_of(outputs))}
+        metrics = metrics_of(self.gateway, outputs)
+        return response if metrics is None else response | {"metrics": metrics}
 
-        Args:
-            status: None: it has ended.
-        """
-        asked = self.request
-        if status is None:
-            status = "incomplete" if self._finish == "length" else "completed"
-        found: Fields = {
-            "id": self.id,
+    @property
+    def _status(self) -> str:
+        """The status of the whole response."""
+        end = self.call.outputs[0].end
+        return "incomplete" if end is not None and end.reason == "length" else "completed"
+
+    def _response(self, status: str) -> Fields:
+        """The response as it is now."""
+        body = self._body
+        return {
+            "id": f"resp_{self.call.id}",
             "object": "response",
-            "created_at": self.created,
+            "created_at": self.call.created,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "model": self.model,
-            "output": [dict(item) for item in self.output],
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self.gateway.name,
+            "output": [dict(item) for item in self._output],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": (asked.reasoning or {}).get("effort"), "summary": None},
+            "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
             "store": False,
             "background": False,
-            "temperature": asked.temperature,
-            "text": asked.text or {"format": {"type": "text"}},
-            "tool_choice": asked.tool_choice or "auto",
-            "tools": [{"strict": None, "parameters": None, **tool} for tool in asked.tools or ()],
-            "top_p": asked.top_p,
-            "top_logprobs": asked.top_logprobs or 0,
+            "temperature": body.temperature,
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [{"strict": None, "parameters": None, **tool} for tool in body.tools or ()],
+            "top_p": body.top_p,
+            "top_logprobs": body.top_logprobs or 0,
             "truncation": "disabled",
-            "metadata": asked.metadata or {},
-            "usage": None if self._usage is None else _usage(self._usage),
+            "metadata": body.metadata or {},
+            "usage": None,
         }
-        return found if self._metrics is None else found | {"metrics": self._metrics}
+
+    def _events(self, delta: Delta) -> Iterator[Event]:
+        for i, piece in enumerate(delta.pieces):
+            if piece.kind == "call":
+                yield from self._called(piece)
+            elif piece.text and piece.kind == "reasoning":
+                yield from self._reasoned(piece.text)
+            elif piece.text:
+                yield from self._spoken(piece.text, self._logprobs(delta) if i == 0 else [])
+
+    def _finish(self) -> Iterator[Event]:
+        """The events of the last item's end."""
+        if not self._output:
+            # An answer without text is an empty message.
+            yield from self._spoken("", [])
+        yield from self._close(self._status)
 
     def _reasoned(self, text: str) -> Iterator[Event]:
         if not self._is_open("reasoning"):
             part = {"type": "reasoning_text", "text": ""}
             yield from self._open({"id": self._name("rs"), "type": "reasoning", "summary": [], "content": []}, part)
-        self.output[-1]["content"][0]["text"] += text
+        self._output[-1]["content"][0]["text"] += text
         yield self._event("response.reasoning_text.delta", **self._place(), delta=text)
 
-    def _said(self, text: str, logprobs: list[Fields]) -> Iterator[Event]:
+    def _spoken(self, text: str, logprobs: list[TokenLogprob]) -> Iterator[Event]:
         if not self._is_open("message"):
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item = {"id": self._name("msg"), "type": "message", "role": "assistant", "content": []}
             yield from self._open(item | {"status": "in_progress"}, part)
-        part = self.output[-1]["content"][0]
+        part = self._output[-1]["content"][0]
         part["text"] += text
-        part["logprobs"] += logprobs
+        part["logprobs"] = [*part["logprobs"], *logprobs]
         if text:
             yield self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
 
-    def _called(self, call: CallPiece) -> Iterator[Event]:
-        if call.index != self._call:
-            self._call = call.index
-            item = {"id": self._name("fc"), "type": "function_call", "call_id": call.id, "name": call.name}
+    def _called(self, piece: Piece) -> Iterator[Event]:
+        if piece.id is not None:
+            item = {"id": self._name("fc"), "type": "function_call", "call_id": piece.id, "name": piece.name}
             yield from self._open(item | {"arguments": "", "status": "in_progress"}, None)
-        if call.arguments:
-            self.output[-1]["arguments"] += call.arguments
-            yield self._event("response.function_call_arguments.delta", **self._item(), delta=call.arguments)
+        if piece.text:
+            self._output[-1]["arguments"] += piece.text
+            yield self._event("response.function_call_arguments.delta", **self._item(), delta=piece.text)
+
+    def _logprobs(self, delta: Delta) -> list[TokenLogprob]:
+        if self.format.logprobs is None:
+            return []
+        tokens, count = delta.tokens[: len(delta.logprobs)], self.format.logprobs
+        return self.gateway.vocabulary.logprobs(tokens, delta.logprobs, delta.top, count=count, as_ids=False)
 
     def _is_open(self, kind: str) -> bool:
-        return not self._closed and self.output[-1]["type"] == kind
+        return not self._closed and self._output[-1]["type"] == kind
 
     def _open(self, item: Fields, part: Fields | None) -> Iterator[Event]:
         """Begin an item, and its only part if it has one."""
         yield from self._close("completed")
-        self.output.append(item)
+        self._output.append(item)
         self._closed = False
-        place = {"output_index": len(self.output) - 1}
+        place = {"output_index": len(self._output) - 1}
         yield self._event("response.output_item.added", **place, item=_copy(item))
         if part is not None:
             item["content"].append(part)
@@ -148,7 +163,7 @@ class ResponseAnswer:
         """End the last item."""
         if self._closed:
             return
-        self._closed, item = True, self.output[-1]
+        self._closed, item = True, self._output[-1]
         if item["type"] == "function_call":
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("response.function_call_arguments.done", **self._item(), **done)
@@ -161,22 +176,27 @@ class ResponseAnswer:
                 yield self._event("response.output_text.done", **self._place(), **text, logprobs=part["logprobs"])
                 yield self._event("response.content_part.done", **self._place(), part=dict(part))
         item["status"] = status
-        place = {"output_index": len(self.output) - 1}
+        place = {"output_index": len(self._output) - 1}
         yield self._event("response.output_item.done", **place, item=_copy(item))
 
     def _item(self) -> Fields:
-        return {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
     def _place(self) -> Fields:
         return self._item() | {"content_index": 0}
 
     def _name(self, prefix: str) -> str:
         """The id of the next item."""
-        return f"{prefix}_{self.id.removeprefix('resp_')}-{len(self.output)}"
+        return f"{prefix}_{self.call.id}-{len(self._output)}"
 
     def _event(self, kind: str, **fields: Any) -> Event:
         number, self._sent = self._sent, self._sent + 1
         return {"type": kind, "sequence_number": number, **fields}
+
+
+def _written(events: list[Event]) -> list[bytes]:
+    """Events in one write."""
+    return [b"".join(event(each, each["type"]) for each in events)] if events else []
 
 
 def _copy(item: Fields) -> Fields:
@@ -185,21 +205,15 @@ def _copy(item: Fields) -> Fields:
     return dict(item) if content is None else item | {"content": [dict(part) for part in content]}
 
 
-def _logprob(entry: Mapping[str, Any]) -> Fields:
-    """The log-probability of a token, with those of the likeliest ones."""
-    names = ("token", "logprob", "bytes")
-    top = [{name: each[name] for name in names} for each in entry.get("top_logprobs") or ()]
-    return {name: entry[name] for name in names} | {"top_logprobs": top}
-
-
-def _usage(usage: Mapping[str, Any]) -> Fields:
+def _usage(usage: TokenUsage) -> Fields:
     """Token counts in the format of responses."""
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "cache_write_tokens": 0,
+        },
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
         "total_tokens": usage["total_tokens"],
     }

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
@@ -32,6 +32,11 @@ def dumps(value: Any) -> bytes:
     for letter, escape in BREAKS.items():
         text = text.replace(letter, escape)
     return text.encode("utf-8", errors="replace")
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """A value as an answer."""
+    return Response(dumps(value), status, media_type="application/json")
 
 
 def event(value: Any, name: str | None = None) -> bytes:
@@ -60,10 +65,10 @@ class Form:
 
     def filled(self, text: str, tokens: Sequence[int] = ()) -> bytes:
         """The event with this text, and with these token ids if it has a place for them."""
-        found = self._before + dumps(text) + self._between
+        filled = self._before + dumps(text) + self._between
         if self._after is None:
-            return found
-        return found + b"[" + ",".join(map(str, tokens)).encode() + b"]" + self._after
+            return filled
+        return filled + b"[" + ",".join(map(str, tokens)).encode() + b"]" + self._after
 
 
 def _split(whole: bytes, blank: str) -> tuple[bytes, bytes]:

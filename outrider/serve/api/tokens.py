@@ -58,11 +58,11 @@ class Offsets:
 
     def add(self, tokens: Sequence[int]) -> list[int]:
         """The offset of each of some more tokens."""
-        found = []
+        offsets = []
         for token in tokens:
-            found.append(self.end)
+            offsets.append(self.end)
             self.end += len(self._stream.push(token))
-        return found
+        return offsets
 
 
 class Vocabulary:
@@ -83,18 +83,18 @@ class Vocabulary:
         """
         if as_id:
             return f"token_id:{token}"
-        found = self._spellings[token] if 0 <= token < len(self._spellings) else None
-        return found.decode(errors="replace") if isinstance(found, bytes) else found or ""
+        spelling = self._spellings[token] if 0 <= token < len(self._spellings) else None
+        return spelling.decode(errors="replace") if isinstance(spelling, bytes) else spelling or ""
 
     def bytes(self, token: int) -> list[int] | None:
         """The token's bytes; None of a special token."""
-        found = self._spellings[token]
-        return list(found) if isinstance(found, bytes) else None
+        spelling = self._spellings[token]
+        return list(spelling) if isinstance(spelling, bytes) else None
 
     def old_logprobs(
         self,
         tokens: Sequence[int],
-        own: Sequence[float | None],
+        logprobs: Sequence[float | None],
         top: Sequence[Mapping[int, float] | None],
         *,
         offsets: Sequence[int],
@@ -106,29 +106,29 @@ class Vocabulary:
         log-probability is the largest one.
 
         Args:
-            own: Of each token; None for the first of a prompt.
+            logprobs: Of each token; None for the first of a prompt.
             top: Of the likeliest tokens at each place.
             offsets: Where each token begins in the text that the client gets.
         """
-        found = OldLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=list(offsets))
-        for token, logprob, others in zip(tokens, own, top, strict=True):
+        lists = OldLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=list(offsets))
+        for token, logprob, others in zip(tokens, logprobs, top, strict=True):
             text = self.text(token, as_ids)
-            found["tokens"].append(text)
-            found["token_logprobs"].append(None if logprob is None else bounded(logprob))
+            lists["tokens"].append(text)
+            lists["token_logprobs"].append(None if logprob is None else bounded(logprob))
             if logprob is None:
-                found["top_logprobs"].append(None)
+                lists["top_logprobs"].append(None)
                 continue
             best: dict[str, float] = {}
             for id, value in ({token: logprob} | dict(others or {})).items():
                 name = self.text(id, as_ids)
                 best[name] = max(bounded(value), best.get(name, LEAST))
-            found["top_logprobs"].append(best)
-        return found
+            lists["top_logprobs"].append(best)
+        return lists
 
     def logprobs(
         self,
         tokens: Sequence[int],
-        own: Sequence[float],
+        logprobs: Sequence[float],
         top: Sequence[Mapping[int, float]],
         *,
         count: int,
@@ -144,17 +144,17 @@ class Vocabulary:
                 **self._one(token, logprob, as_ids),
                 top_logprobs=[self._one(id, value, as_ids) for id, value in _best(others, count)],
             )
-            for token, logprob, others in zip(tokens, own, top, strict=True)
+            for token, logprob, others in zip(tokens, logprobs, top, strict=True)
         ]
 
     def prompt_logprobs(
-        self, tokens: Sequence[int], own: Sequence[float | None], top: Sequence[Mapping[int, float] | None]
+        self, tokens: Sequence[int], logprobs: Sequence[float | None], top: Sequence[Mapping[int, float] | None]
     ) -> list[dict[str, Any] | None]:
         """Log-probabilities of a prompt as vLLM has them: by token id, with ranks."""
-        found: list[dict[str, Any] | None] = []
-        for token, logprob, others in zip(tokens, own, top, strict=True):
+        entries: list[dict[str, Any] | None] = []
+        for token, logprob, others in zip(tokens, logprobs, top, strict=True):
             if logprob is None:
-                found.append(None)
+                entries.append(None)
                 continue
             ranked = _best(others or {}, len(others or {}))
             entry: dict[str, Any] = {
@@ -162,8 +162,8 @@ class Vocabulary:
                 for i, (id, value) in enumerate(ranked, 1)
             }
             entry.setdefault(str(token), {"logprob": bounded(logprob), "rank": None, "decoded_token": self.text(token)})
-            found.append(entry)
-        return found
+            entries.append(entry)
+        return entries
 
     def _one(self, token: int, logprob: float, as_id: bool) -> TopLogprob:
         return TopLogprob(token=self.text(token, as_id), logprob=bounded(logprob), bytes=self.bytes(token))

@@ -2,15 +2,16 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 from outrider import catalog
-from outrider.core.types import Step
 from outrider.decoding.protocol import Parts
 from outrider.drafters.none import NoDrafter
 from outrider.engine.output import Output, Times
-from outrider.serve.run.job import RequestSpeculation
+from outrider.serve.api.gateway import Gateway
+from outrider.serve.observe.record import OutputTally
+from outrider.serve.run.outputs import OutputStream
+from outrider.serve.run.task import RequestSpeculation
 
 
 class PromptDetails(TypedDict):
@@ -57,29 +58,31 @@ def usage(
     )
 
 
-@dataclass(kw_only=True)
-class OutputTally:
-    """The steps of one output; changes in place.
+def usage_of(outputs: Sequence[OutputStream]) -> TokenUsage:
+    """The numbers of tokens of a whole request. A prompt counts once, however many outputs it has."""
+    prompts = {output.prompt: output for output in reversed(outputs)}.values()
+    results = [output.output for output in outputs if output.output is not None]
+    return usage(
+        sum(len(output.task.prompt) for output in prompts),
+        sum(len(output.tokens) for output in outputs),
+        cached=sum(output.cached for output in prompts),
+        reasoning=sum(output.reasoning_tokens for output in outputs),
+        accepted=sum(each.accepted_prediction_tokens for each in results),
+        rejected=sum(each.rejected_prediction_tokens for each in results),
+    )
 
-    Attributes:
-        drafted: Draft tokens of each step; of a tree its nodes.
-        accepted: Accepted ones of each step.
-        emitted: Number of tokens that the steps emitted.
-    """
 
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    emitted: int = 0
-    drafter_seconds: float = 0.0
-    target_seconds: float = 0.0
+def usage_so_far(output: OutputStream) -> TokenUsage:
+    """The numbers of tokens of one output."""
+    return usage(len(output.task.prompt), len(output.tokens), cached=output.cached, reasoning=output.reasoning_tokens)
 
-    def add(self, step: Step) -> None:
-        """Count a step."""
-        self.drafted.append(step.num_draft_tokens)
-        self.accepted.append(step.num_accepted_tokens)
-        self.emitted += len(step.tokens)
-        self.drafter_seconds += step.timing.drafter
-        self.target_seconds += step.timing.target
+
+def metrics_of(gateway: Gateway, outputs: Sequence[OutputStream]) -> dict[str, Any] | None:
+    """The speed of a request; None if it has several outputs or nobody wants to know."""
+    detail, one = gateway.settings.request_metrics, outputs[0]
+    if detail == "none" or len(outputs) > 1 or one.output is None or one.times is None:
+        return None
+    return metrics(one.tally, one.times, one.output, gateway.service.engine.parts, one.task.speculation, detail)
 
 
 def metrics(
@@ -106,7 +109,7 @@ def metrics(
         "mean_itl_ms": 1000 * generation / (tokens - 1) if tokens > 1 else None,
         "tokens_per_second": tokens / total if total > 0 else None,
         "speculative_decoding": speculative(tally, parts, asked, detail),
-        "outrider": _own(tally, output, parts, asked),
+        "outrider": _outrider_metrics(tally, output, parts, asked),
     }
 
 
@@ -122,7 +125,7 @@ def speculative(
     pairs = [(drafted, accepted) for drafted, accepted in zip(tally.drafted, tally.accepted, strict=True) if drafted]
     drafted, accepted = [each[0] for each in pairs], [each[1] for each in pairs]
     depth = max([deepest(parts, asked), *accepted])
-    found = {
+    counts = {
         "mean_acceptance_length": 1 + sum(accepted) / len(pairs) if pairs else 1.0,
         "draft_acceptance_rate": sum(accepted) / sum(drafted) if pairs else 0.0,
         "acceptance_histogram": histogram(accepted, depth),
@@ -131,19 +134,19 @@ def speculative(
         "num_draft_tokens": sum(drafted),
         "num_spec_tokens": depth,
     }
-    return found | {"per_step_accepted": accepted, "per_step_drafted": drafted} if detail == "detailed" else found
+    return counts | {"per_step_accepted": accepted, "per_step_drafted": drafted} if detail == "detailed" else counts
 
 
 def is_plain(parts: Parts, asked: RequestSpeculation) -> bool:
     """Whether nothing is drafted at all."""
-    return isinstance(parts.drafter, NoDrafter) or asked.enabled is False or asked.max_tokens == 0
+    return isinstance(parts.drafter, NoDrafter) or asked.off
 
 
 def deepest(parts: Parts, asked: RequestSpeculation) -> int:
     """Deepest draft of a step."""
     most = getattr(parts.length, "most", None)
-    found = int(most) if most is not None else parts.length.limit(parts.length.open())
-    return found if asked.max_tokens is None else min(found, asked.max_tokens)
+    depth = int(most) if most is not None else parts.length.limit(parts.length.open())
+    return depth if asked.max_tokens is None else min(depth, asked.max_tokens)
 
 
 def histogram(accepted: Sequence[int], depth: int) -> list[int]:
@@ -157,7 +160,7 @@ def histogram(accepted: Sequence[int], depth: int) -> list[int]:
     return [counts[length] for length in range(depth + 1)]
 
 
-def _own(tally: OutputTally, output: Output, parts: Parts, asked: RequestSpeculation) -> dict[str, Any]:
+def _outrider_metrics(tally: OutputTally, output: Output, parts: Parts, asked: RequestSpeculation) -> dict[str, Any]:
     steps = len(tally.drafted)
     plain = tally.drafted.count(0)
     return {

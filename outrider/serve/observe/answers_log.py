@@ -6,181 +6,73 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from starlette.datastructures import Headers
-from starlette.responses import StreamingResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 from outrider.core.inputs import InputError
-from outrider.serve.api.errors import ApiError
-from outrider.serve.keys import Keys
 
-RECORDED = ("/v1/completions", "/v1/chat/completions")
-"""Routes whose answers are kept."""
 ROUTE = "/v1/admin/answers"
 """Where the file is read, with the admin key."""
-MOST_BYTES = 64 * 2**20
-"""Longest request and longest answer that are kept."""
 PIECE = 2**18
 """Bytes of the file that are sent at once."""
 log = logging.getLogger("outrider.serve")
 
 
-def opened_log(file: Path) -> Path:
-    """The file, which may exist. Raises InputError where it cannot be written. Others of the machine cannot read it."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))
-    except OSError as error:
-        raise InputError(f"the log of answers {file} cannot be written: {error.strerror}") from error
-    return file
-
-
+@dataclass(frozen=True, kw_only=True)
 class AnswersLog:
-    """An ASGI middleware. It adds a line for each answer of `RECORDED`, unless its request has `"store": false`.
+    """The file of answers, with a line for each.
 
     A line has the fields of OpenAI's batches: `custom_id`, `url`, `body` (the request) and `response` with
     `status_code` and `body`. A stream is kept as if it had been answered at once.
-
-    Args:
-        file: Where lines go.
-        admin_key: Lets clients read the file at `ROUTE`; None closes it.
     """
 
-    def __init__(self, app: ASGIApp, *, file: Path, admin_key: str | None) -> None:
-        self._app, self._file, self._admin_key = app, file, admin_key
-        self._ending: set[asyncio.Future[None]] = set()
+    file: Path
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, and keep what was said."""
-        path = scope.get("path")
-        if scope["type"] == "http" and path == ROUTE and scope["method"] == "GET":
-            await self._read(scope, receive, send)
-            return
-        if scope["type"] != "http" or path not in RECORDED or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
-        asked, answered = bytearray(), bytearray()
-        status, kind = 0, ""
-        written = asyncio.get_running_loop().create_future()
+    @classmethod
+    def opened(cls, file: Path) -> "AnswersLog":
+        """The log in a file, which may exist. Others of the machine cannot read it.
 
-        async def hear() -> Message:
-            message = await receive()
-            if message["type"] == "http.request" and len(asked) <= MOST_BYTES:
-                asked.extend(message.get("body", b""))
-            return message
-
-        async def answer(message: Message) -> None:
-            nonlocal status, kind
-            if message["type"] == "http.response.start":
-                status, kind = message["status"], Headers(raw=message["headers"]).get("content-type", "")
-            elif message["type"] == "http.response.body" and len(answered) <= MOST_BYTES:
-                answered.extend(message.get("body", b""))
-            if message["type"] == "http.response.body" and not message.get("more_body", False):
-                # Whoever has the whole answer may ask for the file at once.
-                self._ending.add(written)
-            await send(message)
-
+        Raises:
+            InputError: The file cannot be written.
+        """
         try:
-            await self._app(scope, hear, answer)
-            if status == 200 and max(len(asked), len(answered)) <= MOST_BYTES:
-                id = str(scope.get("state", {}).get("request_id", ""))
-                line = line_of(id, str(path), bytes(asked), bytes(answered), streamed="event-stream" in kind)
-                if line is not None:
-                    await asyncio.to_thread(self._add, line)
-        finally:
-            self._ending.discard(written)
-            written.cancel()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))
+        except OSError as error:
+            raise InputError(f"the log of answers {file} cannot be written: {error.strerror}") from error
+        return cls(file=file)
 
-    def _add(self, line: str) -> None:
+    async def add(self, id: str, url: str, body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+        """Keep an answer. Whoever gets the end of the answer behind this call finds it in the file.
+
+        Args:
+            id: The request's name.
+            url: The path of its route.
+        """
+        line = {
+            "custom_id": id,
+            "created": int(time.time()),
+            "url": url,
+            "body": body,
+            "response": {"status_code": 200, "body": answer},
+        }
+        await asyncio.to_thread(self._write, json.dumps(line, ensure_ascii=False) + "\n")
+
+    def pieces(self, length: int) -> Iterator[bytes]:
+        """The first bytes of the file, in pieces."""
+        with self.file.open("rb") as content:
+            while length and (piece := content.read(min(length, PIECE))):
+                length -= len(piece)
+                yield piece
+
+    def _write(self, line: str) -> None:
         try:
-            with self._file.open("ab") as file:
+            with self.file.open("ab") as file:
                 # One write a line, so that no other one comes between.
                 file.write(line.encode("utf-8", errors="replace"))
         except OSError as error:
-            log.error("an answer was not kept in %s: %s", self._file, error.strerror)
-
-    async def _read(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the file to somebody with the admin key."""
-        if self._admin_key is None or Keys((self._admin_key,)).owner(Headers(scope=scope)) is None:
-            wrong = ApiError(401, "this route needs the server's admin key", headers={"www-authenticate": "Bearer"})
-            await wrong.response()(scope, receive, send)
-            return
-        if self._ending:
-            await asyncio.wait(self._ending)
-        # Lines that come meanwhile are not sent: the length is told before.
-        length = (await asyncio.to_thread(self._file.stat)).st_size
-        headers = {"content-length": str(length)}
-        pieces = pieces_of(self._file, length)
-        await StreamingResponse(pieces, headers=headers, media_type="application/jsonl")(scope, receive, send)
-
-
-def pieces_of(file: Path, length: int) -> Iterator[bytes]:
-    """The first bytes of a file, in pieces."""
-    with file.open("rb") as content:
-        while length and (piece := content.read(min(length, PIECE))):
-            length -= len(piece)
-            yield piece
-
-
-def line_of(id: str, url: str, asked: bytes, answered: bytes, *, streamed: bool) -> str | None:
-    """The line of an answer; None where the client wants none kept, or nothing whole was said."""
-    try:
-        request = json.loads(asked)
-        answer = joined(events_of(answered)) if streamed else json.loads(answered)
-    except ValueError:
-        return None
-    if not isinstance(request, dict) or request.get("store") is False or not answer or not answer.get("choices"):
-        return None
-    line = {
-        "custom_id": id,
-        "created": int(time.time()),
-        "url": url,
-        "body": request,
-        "response": {"status_code": 200, "body": answer},
-    }
-    return json.dumps(line, ensure_ascii=False) + "\n"
-
-
-def events_of(text: bytes) -> list[dict[str, Any]]:
-    """The objects of a stream of events. Raises ValueError where it ended early, or with an error.
-
-    Example:
-        >>> events_of(b'data: {"choices": []}\\n\\ndata: [DONE]\\n\\n')
-        [{'choices': []}]
-    """
-    lines = [line.removeprefix(b"data:").strip() for line in text.splitlines() if line.startswith(b"data:")]
-    if not lines or lines[-1] != b"[DONE]":
-        raise ValueError("the stream has no end")
-    found = [json.loads(line) for line in lines[:-1]]
-    if any("error" in each for each in found):
-        raise ValueError("the stream has an error")
-    return found
-
-
-def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The answer that the chunks of a stream add up to: text, reasoning, tokens and how each choice ended."""
-    choices: dict[int, dict[str, Any]] = {}
-    for chunk in chunks:
-        for piece in chunk["choices"]:
-            whole = choices.setdefault(piece["index"], {"index": piece["index"], "finish_reason": None})
-            whole["finish_reason"] = piece.get("finish_reason") or whole["finish_reason"]
-            for name in ("prompt_token_ids", "token_ids"):
-                if piece.get(name):
-                    whole[name] = whole.get(name, []) + piece[name]
-            delta = piece.get("delta")
-            if delta is None:
-                whole["text"] = whole.get("text", "") + (piece.get("text") or "")
-                continue
-            message = whole.setdefault("message", {"role": "assistant", "content": ""})
-            message["content"] += delta.get("content") or ""
-            if delta.get("tool_calls"):
-                message["tool_calls"] = True
-            if thought := delta.get("reasoning") or delta.get("reasoning_content"):
-                message["reasoning"] = message.get("reasoning", "") + thought
-    return {"choices": [choices[index] for index in sorted(choices)]}
+            log.error("an answer was not kept in %s: %s", self.file, error.strerror)
 
 
 def lessons_of(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -6,13 +6,11 @@ A span holds no text, unless `content` is set.
 import importlib.util
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
-
 from outrider.core.inputs import InputError, needs, shown
-from outrider.serve.api.outputs import OutputStream, usage_of
+from outrider.engine.output import Times
+from outrider.serve.observe.record import OutputTally, RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -75,34 +73,18 @@ class Traces:
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         return cls(provider, content=content)
 
-    def add(
-        self,
-        headers: Mapping[str, str],
-        attributes: Mapping[str, Any],
-        *,
-        seconds: float,
-        failed: bool,
-        events: Sequence[tuple[str, Mapping[str, Any]]] = (),
-    ) -> None:
+    def add(self, headers: Mapping[str, str], record: RequestRecord) -> None:
         """Make the span of a request that ends now.
 
         Args:
             headers: Those of the request, which may name the span that it belongs to.
-            seconds: What the request took.
-            events: Names and attributes of the span's events.
         """
-        from opentelemetry.trace import SpanKind, Status, StatusCode
-
-        parent = self._parents.extract({name: headers[name] for name in TRACE_HEADERS if name in headers})
-        end = time.time_ns()
-        span = self._tracer.start_span(
-            SPAN, context=parent, kind=SpanKind.SERVER, attributes=attributes, start_time=end - int(1e9 * seconds)
-        )
-        for name, told in events:
-            span.add_event(name, told, end)
-        if failed:
-            span.set_status(Status(StatusCode.ERROR))
-        span.end(end)
+        events: list[tuple[str, dict[str, Any]]] = []
+        if self.content:
+            events += [(PROMPT, {"gen_ai.prompt": text}) for text in record.prompts]
+            events += [(COMPLETION, {"gen_ai.completion": text}) for text in record.texts if text is not None]
+        failed = record.error is not None
+        self._add(headers, attributes_of(record), seconds=record.seconds, failed=failed, events=events)
 
     def add_refused(
         self, headers: Mapping[str, str], id: str, path: str, status: int, code: str, seconds: float
@@ -116,8 +98,30 @@ class Traces:
             code: A short name of the reason.
         """
         if path in GENERATING:
-            told = {"http.response.status_code": status, "error.type": code}
-            self.add(headers, _asked(id, path) | told, seconds=seconds, failed=True)
+            attributes = _identity(id, path) | {"http.response.status_code": status, "error.type": code}
+            self._add(headers, attributes, seconds=seconds, failed=True, events=())
+
+    def _add(
+        self,
+        headers: Mapping[str, str],
+        attributes: Mapping[str, Any],
+        *,
+        seconds: float,
+        failed: bool,
+        events: Sequence[tuple[str, Mapping[str, Any]]],
+    ) -> None:
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        parent = self._parents.extract({name: headers[name] for name in TRACE_HEADERS if name in headers})
+        end = time.time_ns()
+        span = self._tracer.start_span(
+            SPAN, context=parent, kind=SpanKind.SERVER, attributes=attributes, start_time=end - int(1e9 * seconds)
+        )
+        for name, values in events:
+            span.add_event(name, values, end)
+        if failed:
+            span.set_status(Status(StatusCode.ERROR))
+        span.end(end)
 
     def close(self) -> None:
         """Send what is left."""
@@ -126,65 +130,26 @@ class Traces:
             shutdown()
 
 
-def attributes_of(id: str, path: str, model: str, verifier: str, choices: Sequence[OutputStream]) -> dict[str, Any]:
-    """The attributes of a request's span: what was asked, and what came. No prompt and no output is among them.
-
-    Args:
-        id: The request's name.
-        path: The path of its route.
-        verifier: The verifier's name.
-    """
-    counts, options = usage_of(choices), choices[0].job.options
-    found = _asked(id, path) | {
-        "gen_ai.request.n": sum(choice.prompt == choices[0].prompt for choice in choices),
-        "gen_ai.request.max_tokens": options.max_new_tokens,
-        "gen_ai.response.model": model,
-        "gen_ai.response.finish_reasons": [choice.finish_reason or "abort" for choice in choices],
-        "gen_ai.usage.num_sequences": len(choices),
+def attributes_of(record: RequestRecord) -> dict[str, Any]:
+    """The attributes of a request's span: what was asked, and what came. No prompt and no output is among them."""
+    attributes = _identity(record.id, record.path) | {
+        "gen_ai.request.n": record.num_outputs,
+        "gen_ai.request.max_tokens": record.options.max_new_tokens,
+        "gen_ai.response.model": record.model,
+        "gen_ai.response.finish_reasons": list(record.finish_reasons),
+        "gen_ai.usage.num_sequences": len(record.finish_reasons),
     }
     for name in ("prompt_tokens", "input_tokens"):
-        found[f"gen_ai.usage.{name}"] = counts["prompt_tokens"]
+        attributes[f"gen_ai.usage.{name}"] = record.prompt_tokens
     for name in ("completion_tokens", "output_tokens"):
-        found[f"gen_ai.usage.{name}"] = counts["completion_tokens"]
-    if options.sampling is not None:
-        found["gen_ai.request.temperature"] = options.sampling.temperature
-        found["gen_ai.request.top_p"] = options.sampling.top_p
-    return found | _latencies(choices) | _speculation(choices, verifier)
+        attributes[f"gen_ai.usage.{name}"] = record.completion_tokens
+    if record.options.sampling is not None:
+        attributes["gen_ai.request.temperature"] = record.options.sampling.temperature
+        attributes["gen_ai.request.top_p"] = record.options.sampling.top_p
+    return attributes | _latencies(record.times) | _speculation(record.tallies, record.verifier)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Texts:
-    """The texts of a request.
-
-    Attributes:
-        outputs: None for one that did not end.
-    """
-
-    prompts: Sequence[str]
-    outputs: Sequence[str | None]
-
-
-def texts_of(choices: Sequence[OutputStream], tokenizer: PreTrainedTokenizerBase) -> Texts:
-    """The prompts of a request, each once, and its outputs."""
-    prompts = {choice.prompt: choice.job.prompt for choice in choices}
-    return Texts(
-        prompts=[tokenizer.decode(list(each)) for each in prompts.values()],
-        outputs=[choice.output.text if choice.output is not None else None for choice in choices],
-    )
-
-
-def events_of(texts: Texts) -> list[tuple[str, dict[str, Any]]]:
-    """Texts as events of a span.
-
-    Example:
-        >>> [name for name, _ in events_of(Texts(prompts=["Once"], outputs=[" upon", None]))]
-        ['gen_ai.content.prompt', 'gen_ai.content.completion']
-    """
-    asked: list[tuple[str, dict[str, Any]]] = [(PROMPT, {"gen_ai.prompt": text}) for text in texts.prompts]
-    return asked + [(COMPLETION, {"gen_ai.completion": text}) for text in texts.outputs if text is not None]
-
-
-def _asked(id: str, path: str) -> dict[str, Any]:
+def _identity(id: str, path: str) -> dict[str, Any]:
     """The attributes of every span."""
     return {
         "gen_ai.operation.name": "chat" if any(word in path for word in CHATS) else "text_completion",
@@ -193,9 +158,8 @@ def _asked(id: str, path: str) -> dict[str, Any]:
     }
 
 
-def _latencies(choices: Sequence[OutputStream]) -> dict[str, float]:
+def _latencies(times: Sequence[Times]) -> dict[str, float]:
     """Where the time of a request went, in seconds; what did not happen is left out."""
-    times = [choice.times for choice in choices if choice.times is not None]
     queued = min((each.queued for each in times), default=None)
     admitted = min((each.admitted for each in times if each.admitted is not None), default=None)
     first = min((each.first for each in times if each.first is not None), default=None)
@@ -215,13 +179,13 @@ def _latencies(choices: Sequence[OutputStream]) -> dict[str, float]:
     }
 
 
-def _speculation(choices: Sequence[OutputStream], verifier: str) -> dict[str, Any]:
+def _speculation(tallies: Sequence[OutputTally], verifier: str) -> dict[str, Any]:
     """How a request was drafted; nothing where nothing was."""
-    drafted = [count for choice in choices for count in choice.tally.drafted]
+    drafted = [count for tally in tallies for count in tally.drafted]
     drafts = sum(count > 0 for count in drafted)
     if not drafts:
         return {}
-    accepted = sum(sum(choice.tally.accepted) for choice in choices)
+    accepted = sum(sum(tally.accepted) for tally in tallies)
     return {
         "outrider.speculation.mean_acceptance_length": 1 + accepted / drafts,
         "outrider.speculation.draft_tokens": sum(drafted),

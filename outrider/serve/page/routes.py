@@ -1,6 +1,6 @@
 """The page at `/`, its files, and the stream of tokens with their kinds that it shows."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from importlib import resources
 from typing import Any
 
@@ -9,21 +9,23 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from outrider.core.inputs import InputError
+from outrider.engine.output import Update
 from outrider.engine.text import TextStream
-from outrider.serve.api.answers import failed
 from outrider.serve.api.bodies import ChatMessage, GenerationBody
-from outrider.serve.api.chat_prompt import messages_of
-from outrider.serve.api.errors import ApiError, of_input, refuse
+from outrider.serve.api.call import outputs_of
+from outrider.serve.api.errors import openai_error, served
 from outrider.serve.api.gateway import Gateway, gateway_of
-from outrider.serve.api.jobs import check, choices_of, fitted
 from outrider.serve.api.openapi import OPENAIS, answers, body_of, errors
-from outrider.serve.api.sse import EventStream, event
+from outrider.serve.api.prompts import messages_of
+from outrider.serve.api.request import RequestPrompt, admitted, answer_format, request_of
+from outrider.serve.api.sse import DONE, EventStream, event
+from outrider.serve.errors import ServeError, refuse
 from outrider.serve.ids import request_id
 from outrider.serve.page.kinds import kinds
 from outrider.serve.page.trees import ShownNode, Trees
-from outrider.serve.run.job import OutputTask, StepOutput
-from outrider.serve.run.service import Ticket
+from outrider.serve.run.task import OutputTask
+from outrider.serve.run.templates import ChatPrompt
+from outrider.serve.run.ticket import Ticket
 
 FILES = {
     "": ("index.html", "text/html; charset=utf-8"),
@@ -40,6 +42,8 @@ HEADERS = {
 }
 
 router = APIRouter()
+USUAL_MOST = 16
+"""Most tokens of an output whose request does not say."""
 STREAMED = errors(*OPENAIS) | answers("text/event-stream", described="The tokens, step by step")
 
 
@@ -66,7 +70,7 @@ async def index() -> Response:
 async def file(name: str) -> Response:
     """A file of the page."""
     if not name or name not in FILES:
-        raise ApiError(404, "there is no such file")
+        raise ServeError(404, "there is no such file")
     return _file(name)
 
 
@@ -78,24 +82,21 @@ async def stream(request: Request) -> EventStream:
     recovered, bonus or plain.
     """
     gateway = gateway_of(request)
-    body = check(gateway, request, await gateway.read(request, PageBody))
-    job = await _job(gateway, request, body)
+    body = admitted(gateway, request, await gateway.read(request, PageBody))
+    task = await _task(gateway, request, body)
     trees = trees_of(request) if body.tree else None
-    try:
-        [ticket] = gateway.service.submit([job])
-    except InputError as error:
-        raise of_input(error) from None
+    [ticket] = gateway.service.submit([task])
     if trees is not None:
-        trees.open(job.id)
+        trees.open(task.id)
 
     def close() -> None:
         ticket.cancel()
         if trees is not None:
-            trees.close(job.id)
+            trees.close(task.id)
 
     return EventStream(
-        _events(gateway, job.id, ticket, trees),
-        failed=failed,
+        _events(gateway, task.id, ticket, trees),
+        failed=lambda error: [event(openai_error(served(error))), DONE],
         close=close,
         keep_alive=gateway.settings.keep_alive_seconds,
         patience=gateway.service.limits.slow_client_seconds,
@@ -107,53 +108,57 @@ def trees_of(request: Request) -> Trees:
     state = request.app.state
     if not hasattr(state, "trees"):
         state.trees = Trees(gateway_of(request).service.engine)
-    found: Trees = state.trees
-    return found
+    trees: Trees = state.trees
+    return trees
 
 
-async def _job(gateway: Gateway, request: Request, body: PageBody) -> OutputTask:
+async def _task(gateway: Gateway, http: Request, body: PageBody) -> OutputTask:
     """What is asked of the engine."""
-    service, field = gateway.service, "prompt" if body.messages is None else "messages"
+    service = gateway.service
     if (body.prompt is None) == (body.messages is None):
         refuse("prompt", "give prompt or messages, one of them")
-    try:
-        if body.messages is not None:
-            prompt = await service.encode_chat(messages_of(body.messages))
-        else:
-            prompt = await service.encode(body.prompt or "", special=True)
-    except InputError as error:
-        raise of_input(error) from None
-    id = gateway.unique(f"page-{request_id(None)}")
-    [choice] = await choices_of(gateway, request, body, id, [fitted(prompt, body, gateway, field)])
-    return choice.job
+    if body.messages is not None:
+        prompts: Sequence[RequestPrompt] | ChatPrompt = ChatPrompt(messages=messages_of(body.messages))
+    else:
+        prompts = [RequestPrompt(tokens=tuple(await service.encode(body.prompt or "", special=True)))]
+    request = await request_of(
+        gateway,
+        body,
+        prompts,
+        most_tokens=USUAL_MOST if body.max_tokens is None else body.max_tokens,
+        format=answer_format(body, service.limits, logprobs=None, param="logprobs"),
+        response_format=body.response_format,
+    )
+    key = http.scope["state"]["key"]
+    [output] = outputs_of(
+        gateway, request, gateway.unique(f"page-{request_id(None)}"), None if key is None else str(key)
+    )
+    return output.task
 
 
 async def _events(gateway: Gateway, id: str, ticket: Ticket, trees: Trees | None) -> AsyncIterator[bytes]:
     """The events of one output."""
     text = TextStream(gateway.service.tokenizer, special=True)
     async for each in ticket:
-        said = _told(each, text)
+        fields = _fields(each, text)
         if trees is not None:
-            said["tree"] = [_drawn(gateway, node) for node in trees.newest(id)]
-        yield event(said)
+            fields["tree"] = [_drawn(gateway, node) for node in trees.newest(id)]
+        yield event(fields)
 
 
-def _told(each: StepOutput, text: TextStream) -> dict[str, Any]:
+def _fields(update: Update, text: TextStream) -> dict[str, Any]:
     """What an event brings: tokens with their texts and kinds, and at the end the sums."""
-    update, step = each.update, each.update.step
-    found: dict[str, Any] = {"tokens": []}
-    if step is not None:
+    tokens: list[dict[str, Any]] = []
+    fields: dict[str, Any] = {"tokens": tokens}
+    if (step := update.step) is not None:
         for token, kind in zip(update.tokens, kinds(step), strict=False):
-            found["tokens"].append({"id": token, "text": text.push(token), "kind": kind})
-        found["step"] = {
-            "num_draft_tokens": step.num_draft_tokens,
-            "num_accepted_tokens": step.num_accepted_tokens,
-            "num_requests": step.num_requests,
-        }
+            tokens.append({"id": token, "text": text.push(token), "kind": kind})
+        names = ("num_draft_tokens", "num_accepted_tokens", "num_requests")
+        fields["step"] = {name: getattr(step, name) for name in names}
     if (output := update.output) is not None:
-        if found["tokens"]:
-            found["tokens"][-1]["text"] += text.finish()
-        found["output"] = {
+        if tokens:
+            tokens[-1]["text"] += text.finish()
+        fields["output"] = {
             "text": output.text,
             "finish_reason": output.finish_reason,
             "num_tokens": len(output.tokens),
@@ -163,7 +168,7 @@ def _told(each: StepOutput, text: TextStream) -> dict[str, Any]:
             "accepted_per_position": output.accepted_per_position,
             "seconds": output.seconds,
         }
-    return found
+    return fields
 
 
 def _drawn(gateway: Gateway, node: ShownNode) -> dict[str, Any]:
@@ -173,6 +178,6 @@ def _drawn(gateway: Gateway, node: ShownNode) -> dict[str, Any]:
 
 
 def _file(name: str) -> Response:
-    own, kind = FILES[name]
-    content = resources.files("outrider.serve.page").joinpath(own).read_bytes()
+    file_name, kind = FILES[name]
+    content = resources.files("outrider.serve.page").joinpath(file_name).read_bytes()
     return Response(content, media_type=kind, headers=HEADERS)

@@ -65,10 +65,10 @@ def nodes(cycle: Cycle, number: int) -> list[ShownNode]:
     first, end = int(draft.offsets[number]), int(draft.offsets[number + 1])
     path = [int(each) - first for each in verdict.paths[number][: int(verdict.num_accepted[number])]]
     last = path[-1] if path else 0
-    found: list[ShownNode] = []
+    shown: list[ShownNode] = []
     for i, token in enumerate(draft.tokens[first:end].tolist()):
         kind: NodeKind = "accepted" if i in path else "rejected" if i else "anchor"
-        found.append(ShownNode(token=token, parent=int(draft.parents[first + i]) - first if i else -1, kind=kind))
+        shown.append(ShownNode(token=token, parent=int(draft.parents[first + i]) - first if i else -1, kind=kind))
     is_leaf = draft.first_child[first + last] == draft.first_child[first + last + 1]
-    following: NodeKind = "plain" if len(found) == 1 else "bonus" if is_leaf else "recovered"
-    return [*found, ShownNode(token=int(verdict.next_tokens[number]), parent=last, kind=following)]
+    following: NodeKind = "plain" if len(shown) == 1 else "bonus" if is_leaf else "recovered"
+    return [*shown, ShownNode(token=int(verdict.next_tokens[number]), parent=last, kind=following)]

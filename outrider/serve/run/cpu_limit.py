@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from outrider.serve.failures import JobError
+from outrider.serve.errors import ServeError
 
 Made = TypeVar("Made")
 LOOK = 0.01
@@ -17,16 +17,12 @@ MOST_LEFT = 4
 """Most threads that are left behind at once."""
 
 
-class Overloaded(JobError):
+class Overloaded(ServeError):
     """Too many threads still work on what nobody waits for."""
 
     def __init__(self) -> None:
-        super().__init__(
-            "the server still compiles grammars that were given up, and takes no other ones; try again later",
-            status=503,
-            code="overloaded",
-            retry_after=10.0,
-        )
+        message = "the server still compiles grammars that were given up, and takes no other ones; try again later"
+        super().__init__(503, message, retry_after=10.0)
 
 
 class ThreadClock:
@@ -73,17 +69,17 @@ class Lane:
         self._work.put(None)
 
     def _run(self) -> None:
-        while (found := self._work.get()) is not None:
-            coming, make = found
+        while (work := self._work.get()) is not None:
+            coming, make = work
             if not coming.set_running_or_notify_cancel():
                 continue
             self.idle.clear()
             try:
-                made = make()
+                result = make()
             except BaseException as error:
                 coming.set_exception(error)
             else:
-                coming.set_result(made)
+                coming.set_result(result)
             self.idle.set()
 
 

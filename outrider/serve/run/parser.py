@@ -136,14 +136,14 @@ class TemplateReader:
             return self._failed()
 
     def _pieces(self, events: Sequence[Mapping[str, Any]]) -> list[Piece]:
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         for event in events:
             if event["type"] == "region_chunk":
-                found += self._chunk(event)
+                pieces += self._chunk(event)
             elif event["type"] == "region_close" and event["field"] == "tool_calls":
-                found += self._called(event["value"])
+                pieces += self._called(event["value"])
             self._note(event)
-        return found
+        return pieces
 
     def _chunk(self, event: Mapping[str, Any]) -> list[Piece]:
         text = event["text"]
@@ -161,17 +161,17 @@ class TemplateReader:
         return [Piece(kind=kind, text=text)] if text else []
 
     def _called(self, value: Any) -> list[Piece]:
-        found = []
+        pieces = []
         for call in value if isinstance(value, list) else [value]:
             function = call.get("function", call) if isinstance(call, Mapping) else None
             if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
                 raise ValueError("a tool call has no name")
             arguments = function.get("arguments", function.get("parameters", {}))
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            found.append(Piece(kind="call", text=text, call=self._calls, id=call_id(), name=function["name"]))
+            pieces.append(Piece(kind="call", text=text, call=self._calls, id=call_id(), name=function["name"]))
             self._calls += 1
         self._shown = self._found = len(self._raw)
-        return found
+        return pieces
 
     def _note(self, event: Mapping[str, Any]) -> None:
         if event["type"] == "region_open":
@@ -234,39 +234,39 @@ class ForcedReader(ReaderAround):
 
     def end(self, *, cut: bool) -> list[Piece]:
         """The last pieces. A call that was cut off within its name is left out, behind others."""
-        found = [each for piece in self.inner.end(cut=cut) for each in self._turned(piece)]
+        pieces = [each for piece in self.inner.end(cut=cut) for each in self._turned(piece)]
         if not self._calls and self._text:
-            found.append(Piece(kind="content", text=self._text))
+            pieces.append(Piece(kind="content", text=self._text))
         self._text = ""
-        return found
+        return pieces
 
     def _turned(self, piece: Piece) -> list[Piece]:
         """Content becomes pieces of a call."""
         if piece.kind != "content":
             return [piece]
         if self.name is not None:
-            found = [] if self._calls else [Piece(kind="call", id=call_id(), name=self.name)]
+            pieces = [] if self._calls else [Piece(kind="call", id=call_id(), name=self.name)]
             self._calls = 1
-            return [*found, Piece(kind="call", text=piece.text)]
+            return [*pieces, Piece(kind="call", text=piece.text)]
         self._text += piece.text
-        found = []
+        pieces = []
         while self._text:
             if self._arguments is None:
                 head = self.HEAD.match(self._text)
                 if head is None:
                     break
                 self._text, self._arguments, self._calls = self._text[head.end() :], Value(), self._calls + 1
-                found.append(Piece(kind="call", call=self._calls - 1, id=call_id(), name=json.loads(head[1])))
+                pieces.append(Piece(kind="call", call=self._calls - 1, id=call_id(), name=json.loads(head[1])))
             size = self._arguments.size(self._text)
             text = self._text[:size] if self._arguments.inside else self._text[:size].rstrip()
             if text:
-                found.append(Piece(kind="call", call=self._calls - 1, text=text))
+                pieces.append(Piece(kind="call", call=self._calls - 1, text=text))
             if size < len(self._text):
                 # The brace that closes the object around the arguments.
                 self._arguments = None
                 size += 1
             self._text = self._text[size:]
-        return found
+        return pieces
 
 
 @dataclass(kw_only=True)
@@ -288,9 +288,9 @@ class BareCallReader(ReaderAround):
 
     def end(self, *, cut: bool) -> list[Piece]:
         """The last pieces."""
-        found = [each for piece in self.inner.end(cut=cut) for each in self._turned(piece)]
+        pieces = [each for piece in self.inner.end(cut=cut) for each in self._turned(piece)]
         called = None if self._over else self._called()
-        return [*found, *self._released()] if called is None else [*found, called]
+        return [*pieces, *self._released()] if called is None else [*pieces, called]
 
     def _turned(self, piece: Piece) -> list[Piece]:
         if self._over or piece.kind == "reasoning":
@@ -401,21 +401,21 @@ class OutputParser:
     name: str
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, given: Template | str | None) -> "OutputParser":
+    def of(cls, tokenizer: PreTrainedTokenizerBase, asked: Template | str | None) -> "OutputParser":
         """The reading for a tokenizer.
 
         Args:
-            given: A template, None for plain text, or `auto`: the tokenizer's own template, or that of a kind of model
+            asked: A template, None for plain text, or `auto`: the tokenizer's own template, or that of a kind of model
                 whose marks stand in the chat template.
 
         Raises:
             InputError: The template is none.
         """
-        if given == "auto":
-            own = getattr(tokenizer, "response_template", None)
-            name, template = ("the tokenizer's template", own) if own else _known(tokenizer)
+        if asked == "auto":
+            known = getattr(tokenizer, "response_template", None)
+            name, template = ("the tokenizer's template", known) if known else _known(tokenizer)
         else:
-            name, template = ("plain text", None) if given is None else ("the given template", given)
+            name, template = ("plain text", None) if asked is None else ("the given template", asked)
         if template is not None:
             try:
                 tokenizer.get_response_parser(dict(template), prefix="")
@@ -499,8 +499,8 @@ def _literal(pattern: str | None) -> str | None:
 
 def _known(tokenizer: PreTrainedTokenizerBase) -> tuple[str, Template | None]:
     """The template of the first kind of model whose marks all stand in the chat template."""
-    given = tokenizer.chat_template
-    text = given if isinstance(given, str) else "\n".join((given or {}).values())
+    templates = tokenizer.chat_template
+    text = templates if isinstance(templates, str) else "\n".join((templates or {}).values())
     table = json.loads(resources.files("outrider.serve.run").joinpath("response_templates.json").read_text("utf-8"))
     for row in table:
         if all(mark in text for mark in row["marks"]):

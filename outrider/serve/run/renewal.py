@@ -68,8 +68,8 @@ def place_of(spec: str) -> str | None:
         ('my/head', 'my/head', None)
     """
     fields = spec.partition(":")[2].split(",")
-    given = [value for key, _, value in (field.partition("=") for field in fields) if key == "path"]
-    return given[0] if given else spec if is_place(spec) else None
+    paths = [value for key, _, value in (field.partition("=") for field in fields) if key == "path"]
+    return paths[0] if paths else spec if is_place(spec) else None
 
 
 def moved(spec: str, path: str) -> str:

@@ -1,4 +1,4 @@
-"""An engine as a service: jobs in from event loops, events out, with a bounded queue, deadlines and an orderly end."""
+"""An engine as a service: tasks in, updates out, with a bounded queue, deadlines and an orderly end."""
 
 import asyncio
 import time
@@ -21,52 +21,46 @@ from outrider.drafters.none import NoDrafter
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation
-from outrider.engine.output import PromptLogprobs as PromptLogprobs
-from outrider.engine.output import Times as Times
-from outrider.engine.prompts import NO_TOKENIZER, Message, encode_text
+from outrider.engine.output import PromptLogprobs
+from outrider.engine.prompts import NO_TOKENIZER, encode_text
 from outrider.engine.requests import bound
 from outrider.host.threads import release_threads
-from outrider.serve.failures import Draining as Draining
-from outrider.serve.failures import EngineDead as EngineDead
-from outrider.serve.failures import JobError as JobError
-from outrider.serve.failures import QueueFull as QueueFull
-from outrider.serve.failures import SlowClient as SlowClient
-from outrider.serve.failures import TimedOut as TimedOut
-from outrider.serve.limits import Limits as Limits
-from outrider.serve.observe.watch import ServerStats
+from outrider.serve.errors import Draining, EngineDead, QueueFull, ServeError
+from outrider.serve.limits import Limits
+from outrider.serve.observe.metrics import ServerMetrics
 from outrider.serve.run.cpu_limit import Limited
-from outrider.serve.run.job import OutputTask, RequestSpeculation
 from outrider.serve.run.renewal import Renewal
 from outrider.serve.run.slots import QueueSlots
-from outrider.serve.run.templates import encode_chat
-from outrider.serve.run.ticket import Ticket as Ticket
-from outrider.serve.run.worker import RunningTask, Worker
+from outrider.serve.run.task import OutputTask, RequestSpeculation
+from outrider.serve.run.templates import ChatPrompt, encode_chat
+from outrider.serve.run.ticket import Ticket
+from outrider.serve.run.worker import Worker
 
 State = Literal["ready", "draining", "stalled", "engine_dead"]
 LEARNS = "the drafter of this server learns from its requests, so nobody else replaces it"
 LOOK = 0.02
-"""Seconds between two looks at whether all jobs have ended."""
+"""Seconds between two looks at whether all tasks have ended."""
 SHORT = 2000
 """Most characters of a text that is encoded on the event loop. It takes less time than to wake another thread."""
 
 
 class Service:
-    """An engine that serves jobs from event loops. One thread calls the engine; nobody else may.
+    """An engine that serves tasks from event loops. One thread calls the engine; nobody else may.
 
     Attributes:
         engine: The engine.
         names: The names of the model; the first is its own.
         limits: Its limits.
-        watch: Its numbers so far.
-        places: Who waits and who runs.
+        metrics: Its numbers so far.
+        slots: Who waits and who runs.
         drafter: The name of the engine's own drafter.
-        drafters: The drafters that a job may name, the engine's own among them.
+        drafters: The drafters that a task may name, the engine's own among them.
         started: When it was made, in seconds since 1970.
 
     Args:
         engine: The engine; from now on nobody else calls it.
         names: The names of the model, at least one.
-        drafters: Drafters that jobs may name, beside the engine's own, by their names.
+        drafters: Drafters that tasks may name, beside the engine's own, by their names.
         drafter: A name for the engine's own drafter; by default its name in the catalog, or that of its class.
         renewal: Loads drafters anew with weights that clients send; None refuses them.
         learns: Whether the engine's own drafter gets new weights by itself, so that its name means the newest ones.
@@ -101,13 +95,18 @@ class Service:
             if (reason := engine.refuses(offered)) is not None:
                 raise InputError(f"drafter {name!r} cannot be offered: {reason}")
         most = self.limits.max_queue_tokens
-        self.places = QueueSlots(
+        self.slots = QueueSlots(
             self.limits,
             max_slots=engine.max_slots,
             max_tokens=8 * parts.target.max_context if most is None else most,
         )
-        self.watch = ServerStats(max_context=parts.target.max_context, depth=parts.length.limit(parts.length.open()))
-        self._worker = Worker(engine, places=self.places, watch=self.watch)
+        depth = parts.length.limit(parts.length.open())
+        self.metrics = ServerMetrics(model=names[0], max_context=parts.target.max_context, depth=depth)
+        slots = self.slots
+        self.metrics.watch_queue(lambda: slots.running, lambda: slots.waiting, lambda: slots.waiting_tokens)
+        room = {"num_slots": str(engine.max_slots), "max_model_len": str(parts.target.max_context)}
+        self.metrics.watch_engine(room, lambda: engine.parts.experience.cost_drift)
+        self._worker = Worker(engine, slots=self.slots, metrics=self.metrics)
         self._plain = NoDrafter() if engine.refuses(NoDrafter()) is None else None
         self._encoders = ThreadPoolExecutor(2, thread_name_prefix="outrider-encode")
         self._compilers = Limited(self.limits.compile_seconds, "outrider-compile")
@@ -117,7 +116,7 @@ class Service:
 
     @property
     def state(self) -> State:
-        """Whether new jobs are served."""
+        """Whether new tasks are served."""
         if self._worker.error is not None:
             return "engine_dead"
         if self._draining:
@@ -127,8 +126,8 @@ class Service:
 
     @property
     def in_flight(self) -> int:
-        """Number of jobs that wait or run."""
-        return self.places.in_flight
+        """Number of tasks that wait or run."""
+        return self.slots.in_flight
 
     @property
     def max_context(self) -> int:
@@ -147,10 +146,10 @@ class Service:
         self._worker.start()
 
     async def drain(self, seconds: float) -> None:
-        """Take no more jobs, let the others end, and close. A later call may shorten the time.
+        """Take no more tasks, let the others end, and close. A later call may shorten the time.
 
         Args:
-            seconds: After so long, jobs that still run are cancelled, and their readers get an error.
+            seconds: After so long, tasks that still run are cancelled, and their readers get an error.
         """
         self._draining = True
         self._drained_by = min(self._drained_by, time.monotonic() + seconds)
@@ -159,7 +158,7 @@ class Service:
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Cancel all jobs, end the engine's thread and the pools. A second call does nothing."""
+        """Cancel all tasks, end the engine's thread and the pools. A second call does nothing."""
         self._draining = True
         self._worker.stop(Draining())
         self._worker.join()
@@ -167,29 +166,27 @@ class Service:
         self._compilers.close()
         self._loaders.shutdown(wait=False, cancel_futures=True)
 
-    def submit(self, jobs: Sequence[OutputTask]) -> list[Ticket]:
-        """Queue all jobs, or none of them. Called on the event loop that reads the tickets.
+    def submit(self, tasks: Sequence[OutputTask]) -> list[Ticket]:
+        """Queue all tasks, or none of them. Called on the event loop that reads the tickets.
 
         Raises:
-            InputError: A job cannot be run.
-            JobError: There is no room (`QueueFull`), or the service is stopping or dead.
+            InputError: A task cannot be run.
+            ServeError: There is no room (`QueueFull`), or the service is stopping or dead.
         """
         if self._worker.error is not None:
             raise EngineDead
         if self._draining:
             raise Draining
         loop = asyncio.get_running_loop()
-        runs = [self._run(job, loop) for job in jobs]
+        tickets = [self._ticket(task, loop) for task in tasks]
         try:
-            self.places.take(jobs, retry_after=self.watch.wait(self.places.waiting, self.engine.max_slots))
+            self.slots.take(tasks, retry_after=self.metrics.wait(self.slots.waiting, self.engine.max_slots))
         except QueueFull as full:
-            self.watch.rejections[full.code] += 1
+            self.metrics.note_refusal(full.code)
             raise
-        self.watch.request_n.note(len(jobs))
-        for run in runs:
-            self.watch.request_max_tokens.note(run.request.max_new_tokens)
-        self._worker.add(runs)
-        return [run.ticket for run in runs]
+        self.metrics.note_request([ticket.request.max_new_tokens for ticket in tickets])
+        self._worker.add(tickets)
+        return tickets
 
     async def score(self, prompt: Sequence[int], top: int) -> PromptLogprobs:
         """Log-softmax of the target's raw logits at each token of a prompt, and at the likeliest ones. Nothing is
@@ -199,23 +196,23 @@ class Service:
             top: How many of the likeliest tokens at each position; 0 for none.
 
         Raises:
-            InputError, JobError: As `submit` and `Ticket`.
+            InputError, ServeError: As `submit` and `Ticket`.
         """
         options = Generation(max_new_tokens=0, prompt_logprobs=top, sampling=Sampling(temperature=0, seed=0))
-        job = OutputTask(
+        task = OutputTask(
             id=f"score-{uuid.uuid4().hex}",
             prompt=tuple(prompt),
             options=options,
             speculation=RequestSpeculation(enabled=False),
         )
-        [ticket] = self.submit([job])
+        [ticket] = self.submit([task])
         try:
-            async for event in ticket:
-                output = event.update.output
+            async for update in ticket:
+                output = update.output
         finally:
             ticket.cancel()
         if output is None or output.prompt_logprobs is None:
-            raise JobError("the prompt was not scored", status=500, code="internal_error")
+            raise ServeError(500, "the prompt was not scored")
         return output.prompt_logprobs
 
     async def encode(self, text: str, *, special: bool) -> list[int]:
@@ -228,49 +225,30 @@ class Service:
             return encode_text(text, self.tokenizer, special=special)
         return await self._in(self._encoders, partial(encode_text, text, self.tokenizer, special=special))
 
-    async def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, str]] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        generation_prompt: bool = True,
-        continue_final: bool = False,
-    ) -> list[int]:
-        """Token ids of chat messages; the arguments are those of `outrider.serve.run.templates.encode_chat`."""
-        made = partial(
-            encode_chat,
-            self.tokenizer,
-            messages,
-            tools=tools,
-            documents=documents,
-            kwargs=kwargs,
-            generation_prompt=generation_prompt,
-            continue_final=continue_final,
-        )
-        return await self._in(self._encoders, made)
+    async def encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        """Token ids of chat messages. Raises InputError if the template makes no prompt of them."""
+        return await self._in(self._encoders, partial(encode_chat, self.tokenizer, prompt))
 
     async def bind(self, grammar: Grammar, options: Generation) -> Constraint:
         """Compile a grammar for outputs that are made with these options, off the event loop.
 
         Raises:
             InputError: The grammar cannot be compiled, or takes too much CPU time.
-            JobError: The server is still busy with grammars that were given up.
+            ServeError: The server is still busy with grammars that were given up.
         """
         vocab_size = self.engine.parts.target.vocab_size
-        made = partial(bound, grammar, self.engine.tokenizer, vocab_size, self.engine.ends(options))
+        bind = partial(bound, grammar, self.engine.tokenizer, vocab_size, self.engine.ends(options))
         began = time.perf_counter()
         try:
-            found = await self._compilers.run(made)
+            constraint = await self._compilers.run(bind)
         except TimeoutError as error:
             most = f"{self.limits.compile_seconds:g} seconds of CPU time"
             raise InputError(f"the {grammar.kind} takes more than {most} to compile; shorten it") from error
-        self.watch.grammar_seconds.note(time.perf_counter() - began)
-        return found
+        self.metrics.note_grammar(time.perf_counter() - began)
+        return constraint
 
     def swap(self, drafter: Drafter) -> Awaitable[None]:
-        """Use another drafter for new jobs that name none. Raises InputError if it does not fit the other parts, or if
+        """Use another drafter for new tasks that name none. Raises InputError if it does not fit the other parts, or if
         the drafter learns.
         """
         if self._learns:
@@ -278,7 +256,7 @@ class Service:
         return asyncio.wrap_future(self._worker.call(partial(self.engine.swap, drafter)))
 
     async def renew(self, name: str, weights: Path) -> None:
-        """Give a drafter other weights, for new jobs. It is loaded while others run.
+        """Give a drafter other weights, for new tasks. It is loaded while others run.
 
         Args:
             name: Of the list of drafters.
@@ -302,27 +280,24 @@ class Service:
     async def _in(self, pool: ThreadPoolExecutor, function: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(pool, function)
 
-    def _run(self, job: OutputTask, loop: asyncio.AbstractEventLoop) -> RunningTask:
-        """What the worker makes of a job. Raises InputError if it cannot be run."""
-        asked = job.speculation
+    def _ticket(self, task: OutputTask, loop: asyncio.AbstractEventLoop) -> Ticket:
+        """What the worker gets of a task. Raises InputError if it cannot be run."""
+        asked = task.speculation
         self._check(asked)
-        off = asked.enabled is False or asked.max_tokens == 0
         options = replace(
-            job.options,
-            priority=job.priority,
-            include_stop=job.include_stop or job.options.include_stop,
-            max_draft_tokens=0 if off else _least(asked.max_tokens, job.options.max_draft_tokens),
-            max_draft_context=_least(asked.max_context, job.options.max_draft_context),
+            task.options,
+            max_draft_tokens=0 if asked.off else _least(asked.max_tokens, task.options.max_draft_tokens),
+            max_draft_context=_least(asked.max_context, task.options.max_draft_context),
         )
         newest = asked.drafter is None or (self._learns and asked.drafter == self.drafter)
-        drafter = self._plain if off else None if newest else self.drafters[str(asked.drafter)]
         latest = time.monotonic() + self.limits.request_timeout
-        return RunningTask(
-            ticket=Ticket(job.id, loop, self.limits, self._worker.cancel),
-            request=self.engine.request(job.prompt, id=job.id, options=options),
-            deadline=latest if job.deadline is None else job.deadline,
-            drafter=drafter,
-            stop_ids=frozenset(options.stop_token_ids),
+        return Ticket(
+            self.engine.request(task.prompt, id=task.id, options=options),
+            loop=loop,
+            limits=self.limits,
+            deadline=latest if task.deadline is None else task.deadline,
+            drafter=self._plain if asked.off else None if newest else self.drafters[str(asked.drafter)],
+            on_cancel=self._worker.cancel,
         )
 
     def _check(self, asked: RequestSpeculation) -> None:
@@ -334,11 +309,11 @@ class Service:
         if asked.drafter is not None and asked.drafter not in self.drafters:
             raise unknown("speculation.drafter", asked.drafter, self.drafters)
         for name in ("verifier", "tree"):
-            wanted, own = getattr(asked, name), catalog.name_of(getattr(self.engine.parts, name))
-            if wanted is not None and wanted != own:
+            wanted, served = getattr(asked, name), catalog.name_of(getattr(self.engine.parts, name))
+            if wanted is not None and wanted != served:
                 raise InputError(
                     f"speculation.{name} {wanted!r} is not served: all requests of a step share one {name}, and this "
-                    f"server was started with {own!r}"
+                    f"server was started with {served!r}"
                 )
 
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.core.inputs import InputError
-from outrider.serve.failures import QueueFull
+from outrider.serve.errors import QueueFull
 from outrider.serve.limits import Limits
-from outrider.serve.run.job import OutputTask
+from outrider.serve.run.task import OutputTask
 
 
 @dataclass(kw_only=True)
 class _Place:
-    """The place of one job."""
+    """The place of one task."""
 
     tokens: int
     owner: str | None
@@ -21,10 +21,10 @@ class _Place:
 
 
 class QueueSlots:
-    """The jobs in flight. Any thread may call; changes in place.
+    """The tasks in flight. Any thread may call; changes in place.
 
     Args:
-        max_slots: Most jobs that run at once.
+        max_slots: Most tasks that run at once.
         max_tokens: Most prompt tokens that wait.
     """
 
@@ -40,38 +40,43 @@ class QueueSlots:
 
     @property
     def in_flight(self) -> int:
-        """Number of jobs that wait or run."""
+        """Number of tasks that wait or run."""
         return len(self._places)
 
     @property
+    def running(self) -> int:
+        """Number of tasks that run."""
+        return len(self._places) - self._waiting
+
+    @property
     def waiting(self) -> int:
-        """Number of jobs that wait for a slot."""
+        """Number of tasks that wait for a slot."""
         return self._waiting
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens of the jobs that wait for a slot."""
+        """Prompt tokens of the tasks that wait for a slot."""
         return self._waiting_tokens
 
     @property
     def free(self) -> int:
-        """How many more jobs would be taken now."""
+        """How many more tasks would be taken now."""
         return max(0, self._limits.max_queue + self._max_slots - len(self._places))
 
-    def take(self, jobs: Sequence[OutputTask], *, retry_after: float | None = None) -> None:
-        """Take a place for each of some jobs, or for none of them. Jobs for free slots do not count as waiting.
+    def take(self, tasks: Sequence[OutputTask], *, retry_after: float | None = None) -> None:
+        """Take a place for each of some tasks, or for none of them. Tasks for free slots do not count as waiting.
 
         Raises:
             QueueFull: There is no room for all of them.
-            InputError: A job of this name is in flight.
+            InputError: A task of this name is in flight.
         """
-        tokens = sum(len(job.prompt) for job in jobs)
-        owners = Counter(job.owner for job in jobs if job.owner is not None)
+        tokens = sum(len(task.prompt) for task in tasks)
+        owners = Counter(task.owner for task in tasks if task.owner is not None)
         with self._lock:
-            if len({job.id for job in jobs} - self._places.keys()) < len(jobs):
-                names = ", ".join(job.id for job in jobs)
+            if len({task.id for task in tasks} - self._places.keys()) < len(tasks):
+                names = ", ".join(task.id for task in tasks)
                 raise InputError(f"the ids of running requests must be unique, got {names}")
-            if len(jobs) > self.free:
+            if len(tasks) > self.free:
                 raise QueueFull(
                     f"{self._waiting} requests wait already, and at most {self._limits.max_queue} may; try again later",
                     retry_after=retry_after,
@@ -90,19 +95,19 @@ class QueueSlots:
                     code="too_many_requests_per_key",
                     retry_after=retry_after,
                 )
-            for job in jobs:
-                self._places[job.id] = _Place(tokens=len(job.prompt), owner=job.owner)
+            for task in tasks:
+                self._places[task.id] = _Place(tokens=len(task.prompt), owner=task.owner)
             self._owners.update(owners)
-            self._waiting += len(jobs)
+            self._waiting += len(tasks)
             self._waiting_tokens += tokens
 
     def admit(self, id: str) -> None:
-        """A job got its slot."""
+        """A task got its slot."""
         with self._lock:
             self._admit(self._places.get(id))
 
     def leave(self, id: str) -> None:
-        """A job has ended; nothing happens where it has left already."""
+        """A task has ended; nothing happens where it has left already."""
         with self._lock:
             place = self._places.pop(id, None)
             self._admit(place)

@@ -53,31 +53,31 @@ class BehindThinking:
 
     def masks(self, state: object, tokens: Sequence[int], parents: Sequence[int]) -> Int[Tensor, "nodes words"]:
         """The tokens that may follow each node."""
-        own = _own(state)
-        if own.phase == "behind":
-            return self.inner.masks(own.inner, tokens, parents)
-        found = self._free().repeat(len(tokens), 1)
-        for gate, below in self._gates(own, tokens, parents).items():
+        at = _state(state)
+        if at.phase == "behind":
+            return self.inner.masks(at.inner, tokens, parents)
+        masks = self._free().repeat(len(tokens), 1)
+        for gate, below in self._gates(at, tokens, parents).items():
             places = {node: i for i, node in enumerate(below)}
             above = [-1 if node == gate else places[parents[node]] for node in below]
-            found[below] = self.inner.masks(own.inner, [tokens[node] for node in below], above)
-            if own.phase == "start" and parents[gate] < 0:
+            masks[below] = self.inner.masks(at.inner, [tokens[node] for node in below], above)
+            if at.phase == "start" and parents[gate] < 0:
                 word, bit = divmod(self.opens or 0, 32)
-                found[gate, word] |= 1 << bit if bit < 31 else -(1 << 31)
-        return found
+                masks[gate, word] |= 1 << bit if bit < 31 else -(1 << 31)
+        return masks
 
     def commit(self, state: object, tokens: Sequence[int]) -> None:
         """Take in emitted tokens."""
-        own = _own(state)
+        at = _state(state)
         for i, token in enumerate(tokens):
-            own.phase = self._after(own.phase, own.recent, token)
-            if own.phase == "constrained" or own.phase == "behind":
+            at.phase = self._after(at.phase, at.recent, token)
+            if at.phase == "constrained" or at.phase == "behind":
                 # The token that closes the reasoning is none of the constraint's.
-                first = i if own.phase == "constrained" else i + 1
-                own.phase = "behind"
-                self.inner.commit(own.inner, tokens[first:])
+                first = i if at.phase == "constrained" else i + 1
+                at.phase = "behind"
+                self.inner.commit(at.inner, tokens[first:])
                 return
-            own.recent = [*own.recent, token][-len(self.closes) :]
+            at.recent = [*at.recent, token][-len(self.closes) :]
 
     def _after(self, phase: str, recent: Sequence[int], token: int) -> str:
         """The phase behind one more token; `constrained` if the token itself is under the constraint already."""
@@ -87,20 +87,20 @@ class BehindThinking:
             return "thinking" if token == self.opens else "constrained"
         return "behind" if (*recent, token)[-len(self.closes) :] == self.closes else "thinking"
 
-    def _gates(self, own: ThinkingState, tokens: Sequence[int], parents: Sequence[int]) -> dict[int, list[int]]:
+    def _gates(self, at: ThinkingState, tokens: Sequence[int], parents: Sequence[int]) -> dict[int, list[int]]:
         """The nodes behind which the constraint begins, each with the nodes below it."""
-        phases, recents, gates = [own.phase], [own.recent], [0 if own.phase == "start" else -1]
+        phases, recents, gates = [at.phase], [at.recent], [0 if at.phase == "start" else -1]
         for node in range(1, len(tokens)):
             above = parents[node]
             phase = self._after(phases[above], recents[above], tokens[node])
             gates.append(gates[above] if phase == "constrained" else node if phase == "behind" else -1)
             phases.append("behind" if phase == "constrained" else phase)
             recents.append([*recents[above], tokens[node]][-len(self.closes) :])
-        found: dict[int, list[int]] = {}
+        below: dict[int, list[int]] = {}
         for node, gate in enumerate(gates):
             if gate >= 0:
-                found.setdefault(gate, []).append(node)
-        return found
+                below.setdefault(gate, []).append(node)
+        return below
 
     def _free(self) -> Int[Tensor, "1 words"]:
         """The mask of the reasoning."""
@@ -111,7 +111,7 @@ class BehindThinking:
         return row
 
 
-def _own(state: object) -> ThinkingState:
+def _state(state: object) -> ThinkingState:
     if not isinstance(state, ThinkingState):
         raise TypeError(f"this constraint keeps a ThinkingState, got {type(state).__name__}")
     return state

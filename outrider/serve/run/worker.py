@@ -1,4 +1,4 @@
-"""The one thread that calls the engine. Everything else leaves messages for it, and gets events back once per step."""
+"""The one thread that calls the engine. Everything else leaves messages for it, and gets updates back once per step."""
 
 import asyncio
 import contextlib
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from outrider.core.inputs import InputError
@@ -19,9 +20,8 @@ from outrider.engine.engine import Engine
 from outrider.engine.output import Output, Update
 from outrider.host.meanwhile import hand_over_by
 from outrider.host.threads import release_threads
-from outrider.serve.failures import EngineDead, JobError, TimedOut, of_request
-from outrider.serve.observe.watch import ServerStats
-from outrider.serve.run.job import StepOutput
+from outrider.serve.errors import EngineDead, ServeError, TimedOut
+from outrider.serve.observe.metrics import ServerMetrics
 from outrider.serve.run.slots import QueueSlots
 from outrider.serve.run.ticket import Ticket
 
@@ -33,46 +33,11 @@ REFRESH = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunningTask:
-    """A job that the worker makes.
+class _Message:
+    """What the engine's thread is asked to do, and who hears the error if the thread has ended."""
 
-    Attributes:
-        ticket: Where its events go.
-        request: What the engine gets.
-        deadline: Seconds of `time.monotonic` after which it is cancelled.
-        drafter: Its drafter; None: that of the engine's parts.
-        stop_ids: Tokens that the client asked to stop at.
-    """
-
-    ticket: Ticket
-    request: Request
-    deadline: float
-    drafter: Drafter | None
-    stop_ids: frozenset[int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Add:
-    runs: Sequence[RunningTask]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Cancel:
-    id: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    function: Callable[[], Any]
-    future: Future[Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Stop:
-    error: JobError
-
-
-_Message = _Add | _Cancel | _Call | _Stop
+    do: Callable[[], None]
+    refuse: Callable[[ServeError], None] = lambda error: None
 
 
 class Worker:
@@ -83,24 +48,25 @@ class Worker:
         error: What ended the thread; None while it lives, or if it was asked to stop.
 
     Args:
-        engine: The engine; nobody else may call it. Its `route` is set; the one before chooses for jobs that name no
+        engine: The engine; nobody else may call it. Its `route` is set; the one before chooses for tasks that name no
             drafter.
-        places: The places in the queue, which the worker gives back.
-        watch: The numbers that it counts.
+        slots: The places in the queue, which the worker gives back.
+        metrics: The numbers that it counts.
     """
 
-    def __init__(self, engine: Engine, *, places: QueueSlots, watch: ServerStats) -> None:
+    def __init__(self, engine: Engine, *, slots: QueueSlots, metrics: ServerMetrics) -> None:
         self.heartbeat = time.monotonic()
         self.error: BaseException | None = None
         self._engine = engine
-        self._places = places
-        self._watch = watch
+        self._slots = slots
+        self._metrics = metrics
         self._intake: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-        self._runs: dict[str, RunningTask] = {}
+        self._tickets: dict[str, Ticket] = {}
         self._sizes: dict[str, int] = {}
         self._deadlines: list[tuple[float, str]] = []
-        self._out: list[tuple[Ticket, StepOutput | JobError]] = []
-        self._ended_by: JobError | None = None
+        self._out: list[tuple[Ticket, Update | ServeError]] = []
+        self._stopped_by: ServeError | None = None
+        self._ended_by: ServeError | None = None
         self._refreshed = 0.0
         self._handed_over = False
         self._unread: list[str] = []
@@ -119,23 +85,23 @@ class Worker:
         self.heartbeat = time.monotonic()
         self._thread.start()
 
-    def add(self, runs: Sequence[RunningTask]) -> None:
-        """Make some jobs."""
-        self._post(_Add(runs=runs))
+    def add(self, tickets: Sequence[Ticket]) -> None:
+        """Queue some requests."""
+        self._post(_Message(do=partial(self._begin, tickets), refuse=partial(self._refuse, tickets)))
 
     def cancel(self, id: str) -> None:
-        """End a job; nothing happens where it has ended."""
-        self._post(_Cancel(id=id))
+        """End a request; nothing happens where it has ended."""
+        self._post(_Message(do=partial(self._cancel, id)))
 
     def call(self, function: Callable[[], Any]) -> "Future[Any]":
         """Call a function between two steps, in the thread of the engine."""
         future: Future[Any] = Future()
-        self._post(_Call(function=function, future=future))
+        self._post(_Message(do=partial(self._call, function, future), refuse=future.set_exception))
         return future
 
-    def stop(self, error: JobError) -> None:
-        """End the thread. Jobs that still run are cancelled and get this error."""
-        self._post(_Stop(error=error))
+    def stop(self, error: ServeError) -> None:
+        """End the thread. Requests that still run are cancelled and get this error."""
+        self._post(_Message(do=partial(self._stop, error)))
 
     def join(self) -> None:
         """Wait until the thread has ended."""
@@ -148,8 +114,8 @@ class Worker:
             self._refuse_messages()
 
     def _main(self) -> None:
-        """The thread: messages, deadlines, a step, events; again and again."""
-        error: JobError = EngineDead(status=500)
+        """The thread: messages, deadlines, a step, updates; again and again."""
+        error: ServeError = EngineDead(status=500)
         try:
             hand_over_by(self._hand_over)
             while (stopped := self._take_messages()) is None:
@@ -157,90 +123,97 @@ class Worker:
                 self._handed_over = False
                 if self._engine.busy:
                     self._step()
-                # Otherwise the next step hands the events over when its first forward begins.
+                # Otherwise the next step hands the updates over when its first forward begins.
                 if not (self._engine.busy and self._handed_over):
                     self._deliver()
                 self._cancel_unread()
                 self.heartbeat = time.monotonic()
             error = stopped
-            for id in list(self._runs):
+            for id in list(self._tickets):
                 self._cancel(id, error)
             self._engine.rest()
         except BaseException as cause:
             self.error = cause
             log.critical("the engine has stopped by an error", exc_info=cause)
         finally:
-            self._out += [(run.ticket, error) for run in self._runs.values()]
-            for id in list(self._runs):
+            self._out += [(ticket, error) for ticket in self._tickets.values()]
+            for id in list(self._tickets):
                 self._forget(id)
             self._deliver()
             self._ended_by = EngineDead() if self.error is not None else error
             self._refuse_messages()
 
-    def _take_messages(self) -> JobError | None:
+    def _take_messages(self) -> ServeError | None:
         """Do what messages ask for. An idle worker waits a little for the first one. Returns the error of a stop."""
         wait = not self._engine.busy
         with contextlib.suppress(queue.Empty):
-            while True:
-                message = self._intake.get(block=wait, timeout=PAUSE if wait else None)
+            while self._stopped_by is None:
+                self._intake.get(block=wait, timeout=PAUSE if wait else None).do()
                 wait = False
-                if isinstance(message, _Stop):
-                    return message.error
-                self._handle(message)
-        return None
+        return self._stopped_by
 
-    def _handle(self, message: "_Add | _Cancel | _Call") -> None:
-        if isinstance(message, _Cancel):
-            self._cancel(message.id)
-        elif isinstance(message, _Call):
-            # It may take long.
-            self._deliver()
-            _make(message)
-        else:
-            for run in message.runs:
-                self._begin(run)
+    def _begin(self, tickets: Sequence[Ticket]) -> None:
+        """Queue requests in the engine."""
+        for ticket in tickets:
+            id = ticket.id
+            self._tickets[id], self._sizes[id] = ticket, len(ticket.request.prompt)
+            try:
+                self._engine.add(ticket.request)
+            except InputError as error:
+                self._out.append((ticket, ServeError(400, str(error))))
+                self._forget(id)
+            else:
+                heapq.heappush(self._deadlines, (ticket.deadline, id))
 
-    def _begin(self, run: RunningTask) -> None:
-        """Queue a job in the engine."""
-        id = run.request.id
-        self._runs[id], self._sizes[id] = run, len(run.request.prompt)
-        try:
-            self._engine.add(run.request)
-        except InputError as error:
-            self._out.append((run.ticket, _refusal(error)))
-            self._forget(id)
-        else:
-            heapq.heappush(self._deadlines, (run.deadline, id))
+    def _refuse(self, tickets: Sequence[Ticket], error: ServeError) -> None:
+        """Tell requests that came too late."""
+        for ticket in tickets:
+            self._slots.leave(ticket.id)
+            with contextlib.suppress(RuntimeError):
+                ticket.loop.call_soon_threadsafe(ticket.put, error)
+
+    def _call(self, function: Callable[[], Any], future: "Future[Any]") -> None:
+        """Call a function for somebody who waits for its result."""
+        # It may take long.
+        self._deliver()
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+    def _stop(self, error: ServeError) -> None:
+        self._stopped_by = error
 
     def _route(self, request: Request) -> Drafter:
         """The drafter of a request, which the engine asks for when the request gets its slot."""
-        self._places.admit(request.id)
-        run = self._runs.get(request.id)
-        if run is not None and run.drafter is not None:
-            return run.drafter
+        self._slots.admit(request.id)
+        ticket = self._tickets.get(request.id)
+        if ticket is not None and ticket.drafter is not None:
+            return ticket.drafter
         return self._engine.parts.drafter if self._usual is None else self._usual(request)
 
     def _cancel_late(self) -> None:
-        """Cancel jobs whose deadline has passed."""
+        """Cancel tasks whose deadline has passed."""
         now = time.monotonic()
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, id = heapq.heappop(self._deadlines)
-            if id in self._runs and self._runs[id].deadline == deadline:
-                self._watch.timeouts += 1
+            if id in self._tickets and self._tickets[id].deadline == deadline:
+                self._metrics.note_timeout()
                 self._cancel(id, TimedOut())
 
-    def _cancel(self, id: str, error: JobError | None = None) -> None:
-        """End a job now. Its reader gets the error, or else the output so far."""
-        run = self._runs.get(id)
-        if run is None:
+    def _cancel(self, id: str, error: ServeError | None = None) -> None:
+        """End a task now. Its reader gets the error, or else the output so far."""
+        ticket = self._tickets.get(id)
+        if ticket is None:
             return
         output = self._engine.cancel(id)
         if output is not None:
-            self._watch.note_end(output)
+            self._metrics.note_end(output)
         if error is not None:
-            self._out.append((run.ticket, error))
+            self._out.append((ticket, error))
         elif output is not None:
-            self._out.append((run.ticket, _event(run, Update(id=id, tokens=[], text="", output=output))))
+            self._out.append((ticket, Update(id=id, tokens=[], text="", output=output)))
         self._forget(id)
 
     def _step(self) -> None:
@@ -248,19 +221,17 @@ class Worker:
         began = time.perf_counter()
         updates = self._engine.step()
         now = time.perf_counter()
-        self._watch.note_updates(updates, now - began, self._sizes)
+        self._metrics.note_updates(updates, now - began, self._sizes)
         if now - self._refreshed > REFRESH:
             self._refreshed = now
-            self._watch.cache_use = self._engine.num_cached_tokens / self._room
+            self._metrics.note_cache(self._engine.num_cached_tokens / self._room)
         for update in updates:
-            run = self._runs.get(update.id)
-            if run is None:
+            ticket = self._tickets.get(update.id)
+            if ticket is None:
                 continue
             output = update.output
-            if output is not None and output.finish_reason == "error":
-                self._out.append((run.ticket, _failure(output)))
-            else:
-                self._out.append((run.ticket, _event(run, update)))
+            failed = output is not None and output.finish_reason == "error"
+            self._out.append((ticket, _failure(output) if output is not None and failed else update))
             if output is not None:
                 self._forget(update.id)
 
@@ -271,86 +242,57 @@ class Worker:
         return (engine.max_slots + engine.max_warm_slots) * engine.parts.target.max_context
 
     def _forget(self, id: str) -> None:
-        """Give back the place of a job."""
-        self._runs.pop(id, None)
+        """Give back the place of a task."""
+        self._tickets.pop(id, None)
         self._sizes.pop(id, None)
-        self._places.leave(id)
+        self._slots.leave(id)
 
     def _hand_over(self) -> None:
-        """Deliver the events of the last step, while a forward of the next one runs. The event loop's work needs
+        """Deliver the updates of the last step, while a forward of the next one runs. The event loop's work needs
         Python's lock, and so does all of a step but its forwards.
         """
         self._handed_over = True
         self._deliver()
 
     def _deliver(self) -> None:
-        """Hand all events to their event loops, one call for each loop. Those of a closed loop have no reader."""
+        """Hand all updates to their event loops, one call for each loop. Those of a closed loop have no reader."""
         if not self._out:
             return
-        loops: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, StepOutput | JobError]]] = {}
-        for ticket, event in self._out:
-            loops.setdefault(ticket.loop, []).append((ticket, event))
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Update | ServeError]]] = {}
+        for ticket, update in self._out:
+            loops.setdefault(ticket.loop, []).append((ticket, update))
         self._out = []
-        for loop, events in loops.items():
+        for loop, updates in loops.items():
             try:
-                loop.call_soon_threadsafe(_put, events)
+                loop.call_soon_threadsafe(_put, updates)
             except RuntimeError:
-                self._unread += [ticket.id for ticket, _ in events]
+                self._unread += [ticket.id for ticket, _ in updates]
 
     def _cancel_unread(self) -> None:
-        """Cancel jobs that have no reader."""
+        """Cancel tasks that have no reader."""
         unread, self._unread = self._unread, []
         for id in unread:
             self._cancel(id)
 
     def _refuse_messages(self) -> None:
         """Answer the messages that came too late."""
-        error = self._ended_by or EngineDead()
         with contextlib.suppress(queue.Empty):
             while True:
-                message = self._intake.get_nowait()
-                if isinstance(message, _Call):
-                    message.future.set_exception(error)
-                elif isinstance(message, _Add):
-                    for run in message.runs:
-                        self._places.leave(run.request.id)
-                        with contextlib.suppress(RuntimeError):
-                            run.ticket.loop.call_soon_threadsafe(run.ticket.put, error)
+                self._intake.get_nowait().refuse(self._ended_by or EngineDead())
 
 
-def _put(events: Sequence[tuple[Ticket, StepOutput | JobError]]) -> None:
-    """Give readers their events; on their event loop."""
-    for ticket, event in events:
-        ticket.put(event)
+def _put(updates: Sequence[tuple[Ticket, Update | ServeError]]) -> None:
+    """Give readers their updates; on their event loop."""
+    for ticket, update in updates:
+        ticket.put(update)
 
 
-def _make(call: _Call) -> None:
-    """Call a function for somebody who waits for its result."""
-    if not call.future.set_running_or_notify_cancel():
-        return
-    try:
-        call.future.set_result(call.function())
-    except Exception as error:
-        call.future.set_exception(error)
-
-
-def _event(run: RunningTask, update: Update) -> StepOutput:
-    times = update.times if update.output is None else update.output.times
-    reason = None if update.output is None else update.output.stop_reason
-    if isinstance(reason, int) and reason not in run.stop_ids:
-        reason = None
-    if times is None:
-        raise RuntimeError(f"the engine gave no times for request {update.id}")
-    return StepOutput(update=update, times=times, stop_reason=reason)
-
-
-def _failure(output: Output) -> JobError:
-    """What a client learns of a request that the engine ended by an error."""
+def _failure(output: Output) -> ServeError:
+    """What a client learns of a request that the engine ended by an error. The engine's own words stay in the log,
+    because they may hold paths.
+    """
     if isinstance(output.error, InputError):
-        return _refusal(output.error)
+        return ServeError(400, str(output.error))
     log.error("request %s failed", output.id, exc_info=output.error)
-    return of_request(output.error, output.id)
-
-
-def _refusal(error: InputError) -> JobError:
-    return JobError(str(error), status=400, kind="invalid_request_error", code="invalid_value")
+    kind = "error" if output.error is None else type(output.error).__name__
+    return ServeError(500, f"request {output.id} failed with an internal error ({kind})")

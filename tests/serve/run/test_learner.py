@@ -12,11 +12,11 @@ import torch
 
 from outrider.core.inputs import InputError
 from outrider.drafters.model import ModelDrafter
-from outrider.serve.run.job import RequestSpeculation
 from outrider.serve.run.learner import OnlineLearner
+from outrider.serve.run.task import RequestSpeculation
 from outrider.training.online.learning import Learning
 from outrider.training.online.pupil import OnlineSettings
-from tests.serve.services import GREEDY, job, made, read, run
+from tests.serve.services import GREEDY, made, read, run, task
 from tests.world.models import drafter_of, engine, free_slots
 
 PROMPTS = [[3 + i % 9, 5, 6, 4 + i % 7] for i in range(15)]
@@ -44,12 +44,12 @@ def test_requests_during_a_swap_keep_their_weights_and_new_ones_get_the_newest()
     learner = learning(busy)
 
     async def work(service):
-        [long] = service.submit([job("long", [3, 9, 4], most=100)])
+        [long] = service.submit([task("long", [3, 9, 4], most=100)])
         reading = asyncio.create_task(read(long))
         found = []
         for first in range(0, 15, 3):
-            jobs = [job(f"{first + k}", PROMPTS[first + k], most=8) for k in range(3)]
-            found += await made(service, *jobs)
+            tasks = [task(f"{first + k}", PROMPTS[first + k], most=8) for k in range(3)]
+            found += await made(service, *tasks)
         return found, await reading
 
     found, whole = run(busy, work, learns=True)
@@ -77,7 +77,7 @@ def test_a_mistake_in_learning_ends_the_learning_alone(caplog: pytest.LogCapture
 
     async def work(service):
         for i in range(8):
-            [got] = await made(service, job(str(i), PROMPTS[i], most=8))
+            [got] = await made(service, task(str(i), PROMPTS[i], most=8))
             assert len(got.output.tokens) == 8
         return service.state
 
@@ -97,7 +97,7 @@ def test_steps_and_snapshots_are_made_in_another_thread(tmp_path: Path) -> None:
 
     async def work(service):
         for i in range(6):
-            await made(service, job(str(i), PROMPTS[i], most=8))
+            await made(service, task(str(i), PROMPTS[i], most=8))
 
     run(busy, work, learns=True)
     assert threads
@@ -144,18 +144,18 @@ def test_old_drafters_are_let_go_with_their_last_request() -> None:
     async def work(service):
         for turn in range(3):
             old.append(weakref.ref(busy.parts.drafter.lm.model))
-            [long] = service.submit([job(f"long {turn}", [*LONG, turn + 3], most=40)])
+            [long] = service.submit([task(f"long {turn}", [*LONG, turn + 3], most=40)])
             await long.__anext__()
             fresh = drafter_of("model", max_slots=4)
             await service.swap(fresh)
             # The name of the server's own drafter still means the first one.
             service.drafters[service.drafter] = fresh
             del fresh
-            await asyncio.gather(read(long), made(service, job(f"short {turn}", PROMPTS[turn], most=4)))
+            await asyncio.gather(read(long), made(service, task(f"short {turn}", PROMPTS[turn], most=4)))
         return [
-            each.update.output.reused_tokens
-            for got in await made(service, job("next", [*LONG, 5, 7, 8]))
-            for each in got.events[-1:]
+            each.output.reused_tokens
+            for got in await made(service, task("next", [*LONG, 5, 7, 8]))
+            for each in got.updates[-1:]
         ]
 
     [reused] = run(busy, work)
@@ -172,7 +172,7 @@ def test_nobody_replaces_a_drafter_that_learns() -> None:
     async def work(service):
         with pytest.raises(InputError, match="learns from its requests, so nobody else replaces it"):
             service.swap(drafter_of("model"))
-        [named] = await made(service, job("a", speculation=RequestSpeculation(drafter=service.drafter)))
+        [named] = await made(service, task("a", speculation=RequestSpeculation(drafter=service.drafter)))
         return named.output.num_draft_tokens
 
     assert run(busy, work, learns=True) > 0

@@ -1,9 +1,9 @@
-"""Jobs through a service: each gets what the engine gives it alone, and an end in every case."""
+"""Tasks through a service: each gets what the engine gives it alone, and an end in every case."""
 
 import asyncio
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -14,17 +14,12 @@ from outrider.core.inputs import InputError
 from outrider.core.types import Sampling
 from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.generation import Generation
-from outrider.serve.run.job import OutputTask, RequestSpeculation
-from outrider.serve.run.service import (
-    Draining,
-    EngineDead,
-    Limits,
-    QueueFull,
-    Service,
-    SlowClient,
-    TimedOut,
-)
-from tests.serve.services import GREEDY, job, made, read, run, serving, until
+from outrider.serve.errors import Draining, EngineDead, QueueFull, SlowClient, TimedOut
+from outrider.serve.limits import Limits
+from outrider.serve.run.service import Service
+from outrider.serve.run.task import OutputTask, RequestSpeculation
+from outrider.serve.run.templates import ChatPrompt
+from tests.serve.services import GREEDY, made, read, run, serving, task, until
 from tests.world.models import drafter_of, engine, free_slots
 
 
@@ -44,7 +39,7 @@ def slowed(seconds: float = 0.005, **options: object) -> outrider.Engine:
 
 
 def mixed(tokenizer) -> list[OutputTask]:
-    """64 jobs of many kinds."""
+    """64 tasks of many kinds."""
     random = np.random.default_rng(5)
     texts = ("Once upon a time", "The little dog ran to the", "One day, a girl named Lily", "There was a", "He said:")
     speculations = (
@@ -55,7 +50,7 @@ def mixed(tokenizer) -> list[OutputTask]:
         RequestSpeculation(drafter="ngram"),
         RequestSpeculation(max_tokens=0),
     )
-    jobs = []
+    tasks = []
     for i in range(64):
         prompt = tokenizer(texts[i % 5] + " and the" * (i % 7))["input_ids"]
         options = Generation(
@@ -65,34 +60,26 @@ def mixed(tokenizer) -> list[OutputTask]:
             logprobs=2 if i % 4 == 0 else None,
             bad_words=("was", "dog") if i % 8 == 3 else (),
             ignore_eos=i % 5 == 0,
+            priority=i % 3,
+            include_stop=i % 6 == 0,
         )
         spec = speculations[i % len(speculations)]
-        jobs.append(
-            OutputTask(
-                id=f"job-{i}",
-                prompt=tuple(prompt),
-                options=options,
-                priority=i % 3,
-                speculation=spec,
-                include_stop=i % 6 == 0,
-            )
-        )
-    return jobs
+        tasks.append(OutputTask(id=f"job-{i}", prompt=tuple(prompt), options=options, speculation=spec))
+    return tasks
 
 
-def test_64_mixed_jobs_get_what_the_engine_gives_each_alone():
+def test_64_mixed_tasks_get_what_the_engine_gives_each_alone():
     busy = outrider.load(max_slots=16, dtype="float32")
-    jobs = mixed(busy.tokenizer)
+    tasks = mixed(busy.tokenizer)
     alone = []
-    for each in jobs:
-        options = Generation(**{**vars(each.options), "include_stop": each.include_stop})
-        alone += busy.generate([list(each.prompt)], options=options)
+    for each in tasks:
+        alone += busy.generate([list(each.prompt)], options=each.options)
         busy.rest()
 
     async def work(service):
         tickets = []
         for first in range(0, 64, 8):
-            tickets += service.submit(jobs[first : first + 8])
+            tickets += service.submit(tasks[first : first + 8])
             await asyncio.sleep(0.01)
         return await asyncio.gather(*map(read, tickets))
 
@@ -110,7 +97,7 @@ def test_64_mixed_jobs_get_what_the_engine_gives_each_alone():
         if i % 6 in (1, 5):
             assert got.output.num_draft_tokens == 0
         if i % 6 == 2:
-            assert all(event.update.step.num_draft_tokens <= 1 for event in got.events)
+            assert all(update.step.num_draft_tokens <= 1 for update in got.updates)
 
 
 def test_a_seeded_draw_is_that_of_the_engine():
@@ -118,26 +105,26 @@ def test_a_seeded_draw_is_that_of_the_engine():
     [own] = engine("ngram").generate([[3, 9, 4]], options=drawn)
 
     async def work(service):
-        return await made(service, job("a", options=drawn))
+        return await made(service, task("a", options=drawn))
 
     [got] = run(engine("ngram"), work)
     assert got.tokens == own.tokens
 
 
-def test_events_say_when_a_job_came_started_and_spoke():
+def test_events_say_when_a_task_came_started_and_spoke():
     async def work(service):
-        return await made(service, *(job(str(i)) for i in range(3)))
+        return await made(service, *(task(str(i)) for i in range(3)))
 
     before = time.monotonic()
     for got in run(engine(max_slots=1), work):
-        times = [event.times for event in got.events]
+        times = [update.times or update.output.times for update in got.updates]
         assert before < times[0].queued < times[0].admitted <= times[0].first <= times[0].last
         assert times[-1].last > times[0].last
         assert {each.first for each in times} == {times[0].first}
         assert got.output.times == times[-1]
 
 
-def test_a_cancelled_job_is_gone_within_two_steps_and_the_other_goes_on():
+def test_a_cancelled_task_is_gone_within_two_steps_and_the_other_goes_on():
     busy, seen, gate = engine("none"), [], threading.Semaphore(0)
 
     def between():
@@ -147,7 +134,7 @@ def test_a_cancelled_job_is_gone_within_two_steps_and_the_other_goes_on():
     busy.between = between
 
     async def work(service):
-        ours, other = service.submit([job("ours", most=100), job("other", most=30)])
+        ours, other = service.submit([task("ours", most=100), task("other", most=30)])
         gate.release(3)
         await ours.__anext__()
         ours.cancel()
@@ -164,11 +151,11 @@ def test_a_cancelled_job_is_gone_within_two_steps_and_the_other_goes_on():
     assert whole.tokens == engine("none").generate([[3, 9, 4]], max_new_tokens=30, sampling=GREEDY)[0].tokens
 
 
-def test_waiting_and_running_jobs_end_at_their_deadlines():
+def test_waiting_and_running_tasks_end_at_their_deadlines():
     async def work(service):
         late = time.monotonic() + 0.1
         found = await made(
-            service, job("runs", most=200, deadline=late), job("waits", deadline=late), job("fine", priority=1)
+            service, task("runs", most=200, deadline=late), task("waits", deadline=late), task("fine", priority=1)
         )
         return found, service.in_flight
 
@@ -176,31 +163,31 @@ def test_waiting_and_running_jobs_end_at_their_deadlines():
     assert isinstance(runs.error, TimedOut)
     assert isinstance(waits.error, TimedOut)
     assert (runs.error.status, runs.error.kind, runs.error.code) == (408, "timeout_error", "request_timeout")
-    assert runs.events
-    assert not waits.events
+    assert runs.updates
+    assert not waits.updates
     assert len(fine.output.tokens) == 12
     assert in_flight == 0
 
 
-def test_a_full_queue_takes_all_jobs_of_a_call_or_none():
+def test_a_full_queue_takes_all_tasks_of_a_call_or_none():
     limits = Limits(max_queue=2)
 
     async def work(service):
-        first = service.submit([job("a", most=60)])
+        first = service.submit([task("a", most=60)])
         with pytest.raises(QueueFull) as refused:
-            service.submit([job("b"), job("c"), job("d")])
+            service.submit([task("b"), task("c"), task("d")])
         assert service.in_flight == 1
-        rest = service.submit([job("b"), job("c")])
+        rest = service.submit([task("b"), task("c")])
         with pytest.raises(QueueFull):
-            service.submit([job("d")])
+            service.submit([task("d")])
         await asyncio.gather(*map(read, [*first, *rest]))
-        await made(service, job("d"))
-        return refused.value, dict(service.watch.rejections)
+        await made(service, task("d"))
+        return refused.value, service.metrics.value("vllm:admission_rejections_total", reason="queue_full")
 
     error, rejections = run(slowed(max_slots=1), work, limits=limits)
     assert (error.status, error.kind, error.code) == (429, "rate_limit_error", "queue_full")
     assert 1 <= error.retry_after <= 60
-    assert rejections == {"queue_full": 2}
+    assert rejections == 2
 
 
 def test_prompt_tokens_that_wait_are_limited_but_one_long_prompt_is_taken():
@@ -208,11 +195,11 @@ def test_prompt_tokens_that_wait_are_limited_but_one_long_prompt_is_taken():
 
     async def work(service):
         long = [3, 9] * 20
-        first = service.submit([job("a", long, most=60)])
-        await until(lambda: service.places.waiting == 0)
-        rest = service.submit([job("b", long)])
+        first = service.submit([task("a", long, most=60)])
+        await until(lambda: service.slots.waiting == 0)
+        rest = service.submit([task("b", long)])
         with pytest.raises(QueueFull) as refused:
-            service.submit([job("c", [3])])
+            service.submit([task("c", [3])])
         await asyncio.gather(*map(read, [*first, *rest]))
         return refused.value.code
 
@@ -221,12 +208,12 @@ def test_prompt_tokens_that_wait_are_limited_but_one_long_prompt_is_taken():
 
 def test_a_key_has_its_own_limit():
     async def work(service):
-        one = service.submit([job("a", owner="x"), job("b", owner="y")])
+        one = service.submit([task("a", owner="x"), task("b", owner="y")])
         with pytest.raises(QueueFull) as refused:
-            service.submit([job("c", owner="x")])
-        more = service.submit([job("d")])
+            service.submit([task("c", owner="x")])
+        more = service.submit([task("d")])
         await asyncio.gather(*map(read, [*one, *more]))
-        await made(service, job("c", owner="x"))
+        await made(service, task("c", owner="x"))
         return refused.value.code
 
     assert run(slowed(), work, limits=Limits(max_concurrent_per_key=1)) == "too_many_requests_per_key"
@@ -234,28 +221,28 @@ def test_a_key_has_its_own_limit():
 
 def test_slots_go_to_the_lowest_priority_number_and_then_to_the_first():
     async def work(service):
-        first = service.submit([job("first", most=40)])
-        await until(lambda: service.places.waiting == 0)
+        first = service.submit([task("first", most=40)])
+        await until(lambda: service.slots.waiting == 0)
         names = [("late", 5), ("b", 1), ("a", 0), ("c", 1), ("z", -1)]
-        rest = service.submit([job(name, priority=priority) for name, priority in names])
+        rest = service.submit([task(name, priority=priority) for name, priority in names])
         found = await asyncio.gather(*map(read, [*first, *rest]))
-        return sorted((each.events[0].times.admitted, each.events[0].update.id) for each in found)
+        return sorted((each.updates[0].times.admitted, each.updates[0].id) for each in found)
 
     order = run(slowed(max_slots=1), work)
     assert [name for _, name in order] == ["first", "z", "a", "b", "c", "late"]
 
 
-def test_draining_lets_jobs_end_and_refuses_new_ones():
+def test_draining_lets_tasks_end_and_refuses_new_ones():
     busy = slowed()
 
     async def work(service):
         assert service.state == "ready"
-        tickets = service.submit([job(str(i), most=30) for i in range(12)])
+        tickets = service.submit([task(str(i), most=30) for i in range(12)])
         draining = asyncio.create_task(service.drain(30))
         await asyncio.sleep(0)
         assert service.state == "draining"
         with pytest.raises(Draining) as refused:
-            service.submit([job("late")])
+            service.submit([task("late")])
         found = await asyncio.gather(*map(read, tickets))
         await draining
         return refused.value.status, found
@@ -266,11 +253,11 @@ def test_draining_lets_jobs_end_and_refuses_new_ones():
     assert free_slots(busy) == [8, 8]
 
 
-def test_jobs_that_do_not_end_while_draining_get_an_error():
+def test_tasks_that_do_not_end_while_draining_get_an_error():
     busy = slowed(0.02)
 
     async def work(service):
-        tickets = service.submit([job(str(i), most=200) for i in range(12)])
+        tickets = service.submit([task(str(i), most=200) for i in range(12)])
         await tickets[0].__anext__()
         slow = asyncio.create_task(service.drain(60))
         await asyncio.sleep(0.05)
@@ -295,10 +282,10 @@ def test_the_death_of_the_thread_fails_every_job():
     busy.between = between
 
     async def work(service):
-        found = await made(service, *(job(str(i), most=50) for i in range(5)))
+        found = await made(service, *(task(str(i), most=50) for i in range(5)))
         await until(lambda: service.state == "engine_dead")
         with pytest.raises(EngineDead) as refused:
-            service.submit([job("late")])
+            service.submit([task("late")])
         with pytest.raises(EngineDead):
             await service.swap(NgramDrafter())
         return found, refused.value.status, service.in_flight
@@ -313,8 +300,8 @@ def test_a_drafter_that_fails_ends_its_own_request_alone():
     busy = engine("ngram")
 
     async def work(service):
-        bad = job("bad", speculation=RequestSpeculation(drafter="broken"))
-        return await made(service, job("a", most=20), bad, job("b", [9, 8, 9, 8, 9], most=20))
+        bad = task("bad", speculation=RequestSpeculation(drafter="broken"))
+        return await made(service, task("a", most=20), bad, task("b", [9, 8, 9, 8, 9], most=20))
 
     first, bad, last = run(busy, work, drafters={"broken": BrokenDrafter(prompt_lookup_min=1)})
     assert (bad.error.status, bad.error.code) == (500, "internal_error")
@@ -327,22 +314,22 @@ def test_a_drafter_that_fails_ends_its_own_request_alone():
 def test_what_cannot_be_run_is_refused_before_it_takes_a_place():
     async def work(service):
         for wrong, words in (
-            (job("a", []), "the prompt is empty"),
-            (job("a", [3] * 400), "the prompt has 400 tokens"),
-            (job("a", most=0), "max_new_tokens must be >= 1"),
-            (job("a", logprobs=-1), "logprobs must be >= 0"),
-            (job("a", speculation=RequestSpeculation(max_tokens=-1)), "speculation.max_tokens must be >= 0"),
-            (job("a", speculation=RequestSpeculation(drafter="ngrm")), "unknown speculation.drafter 'ngrm'"),
-            (job("a", speculation=RequestSpeculation(verifier="block")), "speculation.verifier 'block' is not served"),
-            (job("a", speculation=RequestSpeculation(tree="gumbel")), "speculation.tree 'gumbel' is not served"),
+            (task("a", []), "the prompt is empty"),
+            (task("a", [3] * 400), "the prompt has 400 tokens"),
+            (task("a", most=0), "max_new_tokens must be >= 1"),
+            (task("a", logprobs=-1), "logprobs must be >= 0"),
+            (task("a", speculation=RequestSpeculation(max_tokens=-1)), "speculation.max_tokens must be >= 0"),
+            (task("a", speculation=RequestSpeculation(drafter="ngrm")), "unknown speculation.drafter 'ngrm'"),
+            (task("a", speculation=RequestSpeculation(verifier="block")), "speculation.verifier 'block' is not served"),
+            (task("a", speculation=RequestSpeculation(tree="gumbel")), "speculation.tree 'gumbel' is not served"),
         ):
             with pytest.raises(InputError, match=words):
-                service.submit([job("fine"), wrong])
+                service.submit([task("fine"), wrong])
         with pytest.raises(InputError, match="must be unique"):
-            service.submit([job("a"), job("a")])
+            service.submit([task("a"), task("a")])
         assert service.in_flight == 0
         named = RequestSpeculation(verifier="token", tree="chain", drafter="own")
-        return await made(service, job("a", speculation=named))
+        return await made(service, task("a", speculation=named))
 
     [got] = run(engine("ngram"), work, drafter="own", drafters={"ngram": NgramDrafter()})
     assert len(got.output.tokens) == 12
@@ -358,30 +345,30 @@ def test_speculation_stays_below_its_limits():
             "near": RequestSpeculation(max_context=10),
             "more": RequestSpeculation(max_tokens=9),
         }
-        jobs = [job(name, [5, 6, 7, 5, 6, 7, 5], most=30, speculation=each) for name, each in wanted.items()]
-        return dict(zip(wanted, await made(service, *jobs), strict=True))
+        tasks = [task(name, [5, 6, 7, 5, 6, 7, 5], most=30, speculation=each) for name, each in wanted.items()]
+        return dict(zip(wanted, await made(service, *tasks), strict=True))
 
     found = run(engine("model", gamma=4), work)
-    deepest = {name: max(e.update.step.num_draft_tokens for e in got.events) for name, got in found.items()}
+    deepest = {name: max(update.step.num_draft_tokens for update in got.updates) for name, got in found.items()}
     assert deepest["off"] == deepest["zero"] == 0
     assert deepest["two"] == 2
     assert deepest["all"] == deepest["more"] == 4
     drafted, length = [], 7
-    for event in found["near"].events:
-        drafted.append((length <= 10, event.update.step.num_draft_tokens))
-        length += len(event.update.tokens)
+    for update in found["near"].updates:
+        drafted.append((length <= 10, update.step.num_draft_tokens))
+        length += len(update.tokens)
     assert any(near and count for near, count in drafted)
     assert all(near or not count for near, count in drafted)
     assert len({tuple(got.tokens) for got in found.values()}) == 1
 
 
-def test_another_drafter_serves_new_jobs_after_a_swap():
+def test_another_drafter_serves_new_tasks_after_a_swap():
     busy = engine("none")
 
     async def work(service):
-        [before] = await made(service, job("a", [9, 8, 9, 8, 9]))
+        [before] = await made(service, task("a", [9, 8, 9, 8, 9]))
         await service.swap(NgramDrafter(prompt_lookup_min=1))
-        [after] = await made(service, job("b", [9, 8, 9, 8, 9]))
+        [after] = await made(service, task("b", [9, 8, 9, 8, 9]))
         return before, after
 
     before, after = run(busy, work)
@@ -393,13 +380,13 @@ def test_a_client_that_does_not_read_is_cancelled():
     limits = Limits(unsent_bytes=2000, slow_client_seconds=0)
 
     async def work(service):
-        ours, other = service.submit([job("ours", most=200), job("other", most=200)])
+        ours, other = service.submit([task("ours", most=200), task("other", most=200)])
         whole = await read(other)
         return await read(ours), whole, service.in_flight
 
     ours, whole, in_flight = run(slowed(0.001, drafter="none"), work, limits=limits)
     assert isinstance(ours.error, SlowClient)
-    assert 0 < len(ours.events) < 20
+    assert 0 < len(ours.updates) < 20
     assert len(whole.output.tokens) == 200
     assert in_flight == 0
 
@@ -409,7 +396,7 @@ def test_a_thread_without_a_sign_of_life_counts_as_stalled():
     busy.between = lambda: time.sleep(0.3)
 
     async def work(service):
-        tickets = service.submit([job("a", most=3)])
+        tickets = service.submit([task("a", most=3)])
         states = set()
         while service.in_flight:
             states.add(service.state)
@@ -421,19 +408,19 @@ def test_a_thread_without_a_sign_of_life_counts_as_stalled():
     assert run(busy, work, limits=Limits(stall_seconds=0.15)) == {"ready", "stalled"}
 
 
-def test_jobs_of_a_closed_event_loop_are_cancelled():
+def test_tasks_of_a_closed_event_loop_are_cancelled():
     busy = slowed(0.01, drafter="none")
     with serving(busy) as service:
 
         async def leave():
-            service.submit([job("left", most=200)])
+            service.submit([task("left", most=200)])
 
         asyncio.run(leave())
         deadline = time.monotonic() + 10
         while service.in_flight and time.monotonic() < deadline:
             time.sleep(0.01)
         assert service.in_flight == 0
-        [got] = asyncio.run(made(service, job("next")))
+        [got] = asyncio.run(made(service, task("next")))
         assert len(got.output.tokens) == 12
     assert free_slots(busy) == [8]
 
@@ -465,15 +452,15 @@ def test_a_chat_template_gets_what_it_reads_and_no_more():
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% if thinking %} hm{% endif %}{% endif %}"
     )
-    messages = [{"role": "user", "content": "Hello"}]
+    prompt = ChatPrompt(messages=[{"role": "user", "content": "Hello"}])
 
     async def work(service):
-        plain = await service.encode_chat(messages)
-        same = await service.encode_chat(messages, kwargs={"effort": "high"})
-        open_ = await service.encode_chat(messages, kwargs={"thinking": True})
-        none = await service.encode_chat(messages, generation_prompt=False)
+        plain = await service.encode_chat(prompt)
+        same = await service.encode_chat(replace(prompt, arguments={"effort": "high"}))
+        open_ = await service.encode_chat(replace(prompt, arguments={"thinking": True}))
+        none = await service.encode_chat(replace(prompt, generation_prompt=False))
         with pytest.raises(InputError, match="does not read tools"):
-            await service.encode_chat(messages, tools=[{"type": "function", "function": {"name": "f"}}])
+            await service.encode_chat(replace(prompt, tools=[{"type": "function", "function": {"name": "f"}}]))
         return [busy.tokenizer.decode(ids) for ids in (plain, same, open_, none)]
 
     plain, same, open_, none = run(busy, work)

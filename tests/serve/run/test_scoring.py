@@ -9,7 +9,7 @@ import outrider
 from outrider.core.inputs import InputError
 from outrider.core.types import Sampling
 from outrider.engine.generation import Generation
-from tests.serve.services import GREEDY, job, read, run
+from tests.serve.services import GREEDY, read, run, task
 from tests.world.models import engine, free_slots, raw_logits
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 9, 11, 4, 8], [9, 8], [12], [3, 9, 4, 30, 9, 4] * 5]
@@ -42,7 +42,7 @@ def test_scores_equal_a_plain_forward_while_others_decode(drafter, most):
 
     async def work(service):
         others = [
-            asyncio.create_task(read(ticket)) for ticket in service.submit([job("x", most=40), job("y", most=40)])
+            asyncio.create_task(read(ticket)) for ticket in service.submit([task("x", most=40), task("y", most=40)])
         ]
         scores = await asyncio.gather(*(service.score(prompt, top) for prompt in PROMPTS for top in (0, 3)))
         return scores, await asyncio.gather(*others)

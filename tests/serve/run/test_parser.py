@@ -7,8 +7,8 @@ import pytest
 
 import outrider
 from outrider.core.inputs import InputError
-from outrider.serve.api.outputs import joined
 from outrider.serve.run import parser
+from outrider.serve.run.outputs import joined
 from outrider.serve.run.parser import ForcedReader, OutputParser, OutputReader, Piece, PlainReader
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'

@@ -12,9 +12,9 @@ import outrider
 from outrider.constraints.grammar import regex
 from outrider.core.inputs import InputError
 from outrider.engine.generation import Generation
+from outrider.serve.limits import Limits
 from outrider.serve.run import service as module
 from outrider.serve.run.cpu_limit import MOST_LEFT, Lane, Limited, Overloaded, ThreadClock
-from outrider.serve.run.service import Limits
 from tests.serve.services import GREEDY, run
 
 pytestmark = pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="threads have no clocks here")

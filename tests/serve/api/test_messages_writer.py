@@ -1,46 +1,45 @@
-"""Chunks of a chat completion as Anthropic's content blocks and events: the client's own types take them."""
-
-import json
+"""Deltas as Anthropic's content blocks and events: the client's own types take them. Bodies as conversations."""
 
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from outrider.serve.api.errors import ApiError
-from outrider.serve.api.messages_body import MessagesRequest, chat_body
-from outrider.serve.api.messages_writer import MessageAnswer, error_body
-from tests.serve.chunks import call, chunk, usage
+from outrider.serve.api.errors import anthropic_error
+from outrider.serve.api.gateway import Gateway
+from outrider.serve.api.grammars import ToolUse
+from outrider.serve.api.messages_body import MessagesRequest
+from outrider.serve.api.messages_writer import MessageWriter
+from outrider.serve.api.read import checked
+from outrider.serve.errors import QueueFull, ServeError
+from outrider.serve.run.templates import ChatPrompt
+from tests.serve.writers import call, text, thought, told
 
 EVENT = TypeAdapter(RawMessageStreamEvent)
 USER = {"role": "user", "content": "Hi"}
 
 
-def told(*chunks) -> tuple[list[dict], dict]:
-    """The events of some chunks, each checked, and the message."""
-    answer = MessageAnswer(id="msg_1", model="m")
-    events = [answer.start(chunks[0])]
-    for each in chunks:
-        events += answer.add(each)
-    events += answer.end()
+def message_of(gateway: Gateway, *pieces, **options) -> tuple[list[dict], dict]:
+    """The events of some pieces, each checked, and the message."""
+    events, message = told(gateway, MessageWriter, *pieces, **options)
     for each in events:
         EVENT.validate_python(each)
-    message = answer.message()
     Message.model_validate(message)
     return events, message
 
 
-def test_thinking_text_and_calls_are_blocks_in_order():
-    events, message = told(
-        chunk({"role": "assistant", "content": ""}, usage=usage(10, 0)),
-        chunk({"reasoning": "Let "}),
-        chunk({"reasoning": "me see."}),
-        chunk({"content": "I look."}),
-        chunk({"tool_calls": [call(0, "c1", "weather", "")]}),
-        chunk({"tool_calls": [call(0, arguments='{"city": "Pa')]}),
-        chunk({"tool_calls": [call(0, arguments='ris"}')]}),
-        chunk({"tool_calls": [call(1, "c2", "clock", "{}")]}),
-        chunk({}, finish_reason="tool_calls"),
-        chunk(None, usage=usage(10, 9, cached=4)),
+def test_thinking_text_and_calls_are_blocks_in_order(gateway):
+    events, message = message_of(
+        gateway,
+        thought("Let "),
+        thought("me see."),
+        text("I look."),
+        call(0, "c1", "weather", ""),
+        call(0, arguments='{"city": "Pa'),
+        call(0, arguments='ris"}'),
+        call(1, "c2", "clock", "{}"),
+        prompt=10,
+        tokens=9,
+        cached=4,
     )
     kinds = [each["type"] for each in message["content"]]
     assert kinds == ["thinking", "text", "tool_use", "tool_use"]
@@ -63,7 +62,7 @@ def test_thinking_text_and_calls_are_blocks_in_order():
 
 
 @pytest.mark.parametrize(
-    ("finish", "stopped", "reason", "sequence"),
+    ("ended", "stopped", "reason", "sequence"),
     [
         ("stop", None, "end_turn", None),
         ("stop", 7, "end_turn", None),
@@ -71,33 +70,32 @@ def test_thinking_text_and_calls_are_blocks_in_order():
         ("length", None, "max_tokens", None),
     ],
 )
-def test_what_ended_a_message_is_told(finish, stopped, reason, sequence):
-    _, message = told(chunk({"content": "a"}, usage=usage(1, 1)), chunk({}, finish_reason=finish, stop_reason=stopped))
+def test_what_ended_a_message_is_told(gateway, ended, stopped, reason, sequence):
+    _, message = message_of(gateway, text("a"), reason=ended, stopped_by=stopped)
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
 
 
-def test_a_call_that_is_named_ends_as_a_call():
-    _, message = told(
-        chunk({"tool_calls": [call(0, "c", "f", "{}")]}, usage=usage(1, 1)), chunk({}, finish_reason="stop")
-    )
-    assert message["stop_reason"] == "tool_use"
-
-
-def test_arguments_that_are_cut_off_are_none():
-    _, message = told(
-        chunk({"tool_calls": [call(0, "c", "f", '{"a": [1')]}, usage=usage(1, 1)), chunk({}, finish_reason="length")
-    )
+def test_arguments_that_are_cut_off_are_none(gateway):
+    _, message = message_of(gateway, call(0, "c", "f", '{"a": [1'), reason="length")
     assert message["content"][0]["input"] == {}
     assert message["stop_reason"] == "max_tokens"
 
 
-def body(**fields):
-    return chat_body(MessagesRequest.model_validate({"messages": [USER], "max_tokens": 8} | fields))
+def body(**fields) -> MessagesRequest:
+    return checked(MessagesRequest, {"messages": [USER], "max_tokens": 8} | fields)
 
 
-def test_a_request_becomes_a_chat_completion():
-    found = body(
-        model="m",
+def conversation(gateway: Gateway, **fields) -> tuple[MessagesRequest, ToolUse, ChatPrompt]:
+    """A checked body, its tools and its prompt."""
+    asked = body(**fields)
+    asked.check()
+    tools = asked.tool_use(gateway)
+    return asked, tools, asked.prompt(gateway, tools)
+
+
+def test_a_body_is_a_conversation(gateway):
+    asked, tools, prompt = conversation(
+        gateway,
         system=[
             {"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}},
             {"type": "text", "text": "brief."},
@@ -129,29 +127,30 @@ def test_a_request_becomes_a_chat_completion():
         thinking={"type": "disabled"},
         seed=4,
     )
-    assert found["messages"] == [
+    assert prompt.messages == [
         {"role": "system", "content": "Be brief."},
         USER,
         {
             "role": "assistant",
             "content": "I look.",
             "reasoning": "Hm.",
-            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "é"}'}}],
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"at": "é"}}}],
         },
         {"role": "tool", "tool_call_id": "c1", "content": "a tree"},
         {"role": "user", "content": "And?"},
         {"role": "system", "content": "Be kind."},
     ]
-    assert found["tools"][0]["function"]["parameters"]["type"] == "object"
-    assert (found["tool_choice"], found["parallel_tool_calls"]) == ("required", False)
-    assert (found["stop"], found["top_k"], found["seed"]) == (["END"], 3, 4)
-    assert found["chat_template_kwargs"] == {"enable_thinking": False}
-    assert "top_p" not in found
+    assert tools.listed[0]["function"]["parameters"]["type"] == "object"
+    assert (tools.forced, tools.several) == (tools.offered, False)
+    assert (asked.stop_sequences, asked.top_k, asked.seed, asked.top_p) == (["END"], 3, 4, None)
+    assert prompt.arguments == {"enable_thinking": False}
+    assert (prompt.continue_final, prompt.generation_prompt) == (False, True)
 
 
-def test_an_answer_continues_the_assistants_last_message():
-    found = body(messages=[USER, {"role": "assistant", "content": "I"}])
-    assert (found["continue_final_message"], found["add_generation_prompt"]) == (True, False)
+def test_an_answer_continues_the_assistants_last_message(gateway):
+    _, _, prompt = conversation(gateway, messages=[USER, {"role": "assistant", "content": "I"}])
+    assert (prompt.continue_final, prompt.generation_prompt) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -161,27 +160,30 @@ def test_an_answer_continues_the_assistants_last_message():
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages.0.content.0.tool_use_id"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(fields, param):
-    with pytest.raises(ApiError) as refused:
-        body(**fields)
+def test_what_is_not_supported_is_refused_by_name(gateway, fields, param):
+    with pytest.raises(ServeError) as refused:
+        conversation(gateway, **fields)
     assert (refused.value.status, refused.value.param) == (400, param)
     assert param in refused.value.message
 
 
 def test_errors_have_anthropics_types():
-    found = {status: error_body(status, "x", "r")["error"]["type"] for status in (400, 401, 404, 413, 429, 500, 529)}
-    assert json.dumps(found) == json.dumps(
-        {
-            400: "invalid_request_error",
-            401: "authentication_error",
-            404: "not_found_error",
-            413: "request_too_large",
-            429: "rate_limit_error",
-            500: "api_error",
-            529: "overloaded_error",
-        }
-    )
+    errors = [
+        *(ServeError(status, "x") for status in (400, 401, 404, 413, 500)),
+        QueueFull("x"),
+        QueueFull("x", code="a"),
+    ]
+    assert [anthropic_error(each, "r")["error"]["type"] for each in errors] == [
+        "invalid_request_error",
+        "authentication_error",
+        "not_found_error",
+        "request_too_large",
+        "api_error",
+        "overloaded_error",
+        "rate_limit_error",
+    ]

@@ -3,12 +3,12 @@
 import pytest
 
 from outrider.serve.api.bodies import ChatBody, CompletionBody
-from outrider.serve.api.errors import ApiError
 from outrider.serve.api.read import checked, parsed
+from outrider.serve.errors import ServeError
 
 
-def error_of(value: object, model: type = CompletionBody) -> ApiError:
-    with pytest.raises(ApiError) as found:
+def error_of(value: object, model: type = CompletionBody) -> ServeError:
+    with pytest.raises(ServeError) as found:
         checked(model, value)
     return found.value
 
@@ -29,7 +29,7 @@ def error_of(value: object, model: type = CompletionBody) -> ApiError:
     ],
 )
 def test_no_json_is_refused(body: bytes) -> None:
-    with pytest.raises(ApiError) as found:
+    with pytest.raises(ServeError) as found:
         parsed(body, 64)
     assert (found.value.status, found.value.code) == (400, "invalid_json")
 
@@ -37,7 +37,7 @@ def test_no_json_is_refused(body: bytes) -> None:
 def test_depth_is_counted_exactly() -> None:
     assert parsed(b"[" * 64 + b"]" * 64, 64)
     assert parsed(b'{"a":' * 64 + b"1" + b"}" * 64, 64)
-    with pytest.raises(ApiError, match="more than 64 levels"):
+    with pytest.raises(ServeError, match="more than 64 levels"):
         parsed(b"[" * 65 + b"]" * 65, 64)
 
 

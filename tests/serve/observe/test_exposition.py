@@ -5,9 +5,34 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families as families
 
-from outrider.serve.observe.prometheus import COUNTERS, HISTOGRAMS
 from tests.serve.served import NAME, loaded, serving
 
+COUNTERS = (
+    "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
+    "prompt_tokens",
+    "prompt_tokens_cached",
+    "generation_tokens",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+)
+HISTOGRAMS = (
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_inference_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_params_max_tokens",
+    "request_params_n",
+    "iteration_tokens_total",
+)
 PROMPT = "One day, a boy named Tim went to the park with his dog. They"
 
 
@@ -43,7 +68,7 @@ def complete(client: httpx.Client, **fields) -> dict:
 
 def test_every_series_is_there_before_the_first_request(client):
     found = samples(client)
-    for name in (*COUNTERS, "num_preemptions"):
+    for name in COUNTERS:
         assert found[f"vllm:{name}_total", ""] == 0
     for name in HISTOGRAMS:
         assert found[f"vllm:{name}_count", ""] == 0

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from outrider.constraints.grammar import Grammar, any_json, choice, json_schema, regex, rules, structural_tag
 from outrider.core.inputs import InputError
-from outrider.serve.api.bodies import ChatBody, GenerationBody, NamedTool, StructuredOutputs, Tool
-from outrider.serve.api.errors import ApiError, refuse, refuse_key
+from outrider.serve.api.bodies import NamedTool, ResponseFormat, StructuredOutputs, Tool
 from outrider.serve.api.read import deeper
+from outrider.serve.errors import refuse, refuse_key
 from outrider.serve.limits import Limits
 
 WHITESPACE = 16
@@ -19,43 +21,87 @@ NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProper
 KINDS = ("json_", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
-def grammar_of(body: GenerationBody, limits: Limits, marks: tuple[str, str] | None = None) -> Grammar | None:
-    """The grammar that a request asks for. Raises ApiError for one that cannot be followed.
+@dataclass(frozen=True, kw_only=True)
+class ToolUse:
+    """The tools of a request, and whether the model may or must call them.
+
+    Attributes:
+        offered: Tools that the model may call.
+        forced: Tools of which the output must be a call; empty where nothing is forced.
+        named: Whether the request names the function. The output is then its arguments alone.
+        several: Whether a forced output is a list of calls.
+    """
+
+    offered: Sequence[Tool] = ()
+    forced: Sequence[Tool] = ()
+    named: bool = False
+    several: bool = False
+
+    @classmethod
+    def of(
+        cls, tools: Sequence[Tool] | None, choice: str | NamedTool | None, *, several: bool, limits: Limits
+    ) -> "ToolUse":
+        """The tools of a chat request. Raises ServeError for tools or a choice that cannot be used."""
+        if tools is None:
+            if choice not in (None, "none"):
+                refuse("tool_choice", "tool_choice can be given with tools alone")
+            return cls()
+        if not 0 < len(tools) <= limits.max_tools:
+            refuse("tools", f"tools must hold 1 .. {limits.max_tools} tools, got {len(tools)}")
+        if isinstance(choice, NamedTool):
+            wanted = choice.function.name
+            forced = [tool for tool in tools if tool.function.name == wanted]
+            if not forced:
+                names = ", ".join(tool.function.name for tool in tools)
+                refuse("tool_choice", f"tool_choice names {wanted!r}, which is not among the tools: {names}")
+            return cls(offered=tools, forced=forced, named=True)
+        if choice == "required":
+            return cls(offered=tools, forced=tools, several=several)
+        return cls(offered=() if choice == "none" else tools)
+
+    @property
+    def free(self) -> bool:
+        """Whether the model may call tools and need not."""
+        return bool(self.offered) and not self.forced
+
+    @cached_property
+    def listed(self) -> list[dict[str, Any]]:
+        """The offered tools as chat templates take them."""
+        return [tool.model_dump(exclude_none=True) for tool in self.offered]
+
+
+def grammar_of(
+    tools: ToolUse,
+    response_format: ResponseFormat | None,
+    structured_outputs: StructuredOutputs | None,
+    limits: Limits,
+    *,
+    marks: tuple[str, str] | None = None,
+) -> tuple[Grammar | None, str]:
+    """The grammar that a request asks for, and the field that asks. Raises ServeError for one that cannot be followed.
 
     Args:
+        response_format: The form of the output that the request names in the words of its own format.
         marks: The texts around a tool call in free text, if calls are JSON objects with `name` and `arguments`.
     """
-    asked = body.response_format
-    if isinstance(body, ChatBody) and (tools := forced_tools(body)):
-        named = isinstance(body.tool_choice, NamedTool)
-        several = body.parallel_tool_calls and not named
-        return _schema(call_schema(tools, named=named, several=several), "tools", 0, limits)
-    if asked is not None and asked.type != "text":
-        if asked.type == "json_object":
-            return any_json(WHITESPACE)
-        if asked.json_schema is None or asked.json_schema.schema_ is None:
-            refuse("response_format.json_schema", "response_format of type json_schema needs json_schema.schema")
-        return _schema(asked.json_schema.schema_, "response_format.json_schema.schema", WHITESPACE, limits)
-    if body.structured_outputs is not None:
-        return _structured(body.structured_outputs, limits)
-    if marks is not None and isinstance(body, ChatBody) and (tools := strict_tools(body)):
-        return _calls(tools, marks, limits)
-    return None
+    if tools.forced:
+        schema = call_schema(tools.forced, named=tools.named, several=tools.several)
+        return _schema(schema, "tools", 0, limits), "tools"
+    if response_format is not None and response_format.type != "text":
+        return _of_format(response_format, limits), "response_format"
+    if structured_outputs is not None:
+        return _structured(structured_outputs, limits), "structured_outputs"
+    if marks is not None and any(tool.function.strict for tool in tools.offered):
+        return _calls(tools.offered, marks, limits), "tools"
+    return None, ""
 
 
-def strict_tools(body: ChatBody) -> Sequence[Tool]:
-    """The tools of which the model may call any, if one of them is strict; otherwise none."""
-    tools = body.tools or []
-    free = body.tool_choice in (None, "auto") and any(tool.function.strict for tool in tools)
-    return tools if free else []
-
-
-def forced_tools(body: ChatBody) -> Sequence[Tool]:
-    """The tools of which the output must be a call; empty where nothing is forced."""
-    tools, choice = body.tools or [], body.tool_choice
-    if isinstance(choice, NamedTool):
-        return [tool for tool in tools if tool.function.name == choice.function.name]
-    return tools if choice == "required" else []
+def _of_format(asked: ResponseFormat, limits: Limits) -> Grammar:
+    if asked.type == "json_object":
+        return any_json(WHITESPACE)
+    if asked.json_schema is None or asked.json_schema.schema_ is None:
+        refuse("response_format.json_schema", "response_format of type json_schema needs json_schema.schema")
+    return _schema(asked.json_schema.schema_, "response_format.json_schema.schema", WHITESPACE, limits)
 
 
 def call_schema(tools: Sequence[Tool], *, named: bool, several: bool = False) -> dict[str, Any]:
@@ -82,23 +128,12 @@ def call_schema(tools: Sequence[Tool], *, named: bool, several: bool = False) ->
     return ({"type": "array", "items": one, "minItems": 1} if several else one) | {"$defs": parameters}
 
 
-def field_of(body: GenerationBody) -> str | None:
-    """The field that asks for a form."""
-    if isinstance(body, ChatBody) and forced_tools(body):
-        return "tools"
-    if body.response_format is not None and body.response_format.type != "text":
-        return "response_format"
-    if body.structured_outputs is not None:
-        return "structured_outputs"
-    return "tools" if isinstance(body, ChatBody) and strict_tools(body) else None
-
-
 def _structured(asked: StructuredOutputs, limits: Limits) -> Grammar:
-    given = [kind for kind in KINDS if getattr(asked, kind) not in (None, False) or (kind == "json_" and asked.json_)]
+    kinds = [kind for kind in KINDS if getattr(asked, kind) not in (None, False) or (kind == "json_" and asked.json_)]
     names = ", ".join(kind.rstrip("_") for kind in KINDS[:-1])
-    if len(given) != 1:
-        said = " and ".join(kind.rstrip("_") for kind in given) or "none"
-        refuse("structured_outputs", f"structured_outputs takes exactly one of {names}; got {said}")
+    if len(kinds) != 1:
+        requested = " and ".join(kind.rstrip("_") for kind in kinds) or "none"
+        refuse("structured_outputs", f"structured_outputs takes exactly one of {names}; got {requested}")
     if asked.whitespace_pattern is not None:
         refuse_key("structured_outputs.whitespace_pattern", "give disable_any_whitespace, or write a grammar")
     space = 0 if asked.disable_any_whitespace else WHITESPACE
@@ -153,7 +188,7 @@ def _schema(schema: Any, param: str, whitespace: int, limits: Limits) -> Grammar
     try:
         return json_schema(schema, whitespace)
     except InputError as error:
-        raise ApiError(400, str(error), param=param) from None
+        refuse(param, str(error))
 
 
 def _short(text: str, param: str, limits: Limits) -> str:
@@ -173,7 +208,7 @@ def _moved(schema: Any, where: str) -> Any:
         return [_moved(each, where) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found = {key: _moved(value, where) for key, value in schema.items()}
-    if isinstance(found.get("$ref"), str) and found["$ref"].startswith("#"):
-        found["$ref"] = where + found["$ref"][1:]
-    return found
+    moved = {key: _moved(value, where) for key, value in schema.items()}
+    if isinstance(moved.get("$ref"), str) and moved["$ref"].startswith("#"):
+        moved["$ref"] = where + moved["$ref"][1:]
+    return moved

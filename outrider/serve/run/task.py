@@ -1,9 +1,8 @@
-"""What a service is asked for, and what it brings: one job per output, one event per step."""
+"""What a service is asked for: one task for each output."""
 
 from dataclasses import dataclass, field
 
 from outrider.engine.generation import Generation
-from outrider.engine.output import Times, Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,44 +25,29 @@ class RequestSpeculation:
     tree: str | None = None
     max_context: int | None = None
 
+    @property
+    def off(self) -> bool:
+        """Whether nothing is drafted."""
+        return self.enabled is False or self.max_tokens == 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class OutputTask:
     """One output to make.
 
     Attributes:
-        id: A name that no running job has.
+        id: A name that no running task has.
         prompt: Token ids.
-        options: What is asked of the output. The other fields of a job override it.
-        priority: Of waiting jobs, those with the lowest number get slots first.
+        options: What is asked of the output.
         speculation: How its drafts differ from the server's.
-        include_stop: Let the text end behind the stop string that ends it, and not before.
-        deadline: Seconds of `time.monotonic` after which the job is cancelled; by default the service's
+        deadline: Seconds of `time.monotonic` after which the task is cancelled; by default the service's
             `request_timeout` from now.
-        owner: Whose job it is, for `max_concurrent_per_key`; None counts for nobody.
+        owner: Whose task it is, for `max_concurrent_per_key`; None counts for nobody.
     """
 
     id: str
     prompt: tuple[int, ...]
     options: Generation = field(default_factory=Generation)
-    priority: int = 0
     speculation: RequestSpeculation = field(default_factory=RequestSpeculation)
-    include_stop: bool = False
     deadline: float | None = None
     owner: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepOutput:
-    """What a step brought for a job.
-
-    Attributes:
-        update: New tokens and text; the last event's update has an output.
-        times: When the job came, got its slot and emitted tokens, in seconds of `time.monotonic`.
-        stop_reason: On the last event: the stop string that ended the output, or the token of `stop_token_ids`; None
-            for the model's own end tokens, and where nothing stopped it.
-    """
-
-    update: Update
-    times: Times
-    stop_reason: str | int | None = None

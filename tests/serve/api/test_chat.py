@@ -11,7 +11,7 @@ import pytest
 import outrider
 from outrider.core.sampling import unpacked
 from outrider.serve.api.bodies import ChatBody
-from outrider.serve.api.formats import grammar_of
+from outrider.serve.api.grammars import ToolUse, grammar_of
 from outrider.serve.limits import Limits
 from outrider.serve.settings import HttpSettings
 from tests.serve.served import loaded, serving
@@ -361,11 +361,17 @@ def test_characters_at_which_clients_break_lines_arrive(client: httpx.Client) ->
     assert joined(chunks(client, PATH, body))["content"] == text
 
 
+def asked(body: ChatBody, marks: tuple[str, str] | None) -> tuple[Any, str]:
+    """The grammar of a body, and the field that asks for it."""
+    tools = ToolUse.of(body.tools, body.tool_choice, several=True, limits=Limits())
+    return grammar_of(tools, body.response_format, body.structured_outputs, Limits(), marks=marks)
+
+
 def test_a_strict_tool_is_called_with_arguments_that_fit(engine: outrider.Engine) -> None:
     strict = copy.deepcopy(WEATHER)
     strict["function"]["strict"] = True
     body = ChatBody.model_validate({**TALK, "tools": [strict, CLOCK]})
-    grammar = grammar_of(body, Limits(), ("<tool_call>", "</tool_call>"))
+    grammar, _ = asked(body, ("<tool_call>", "</tool_call>"))
     assert grammar is not None
     rule = grammar.bind(engine.tokenizer, engine.parts.target.vocab_size, engine.eos_ids)
     fits = '{"place": "Oslo", "days": 2}'
@@ -375,8 +381,8 @@ def test_a_strict_tool_is_called_with_arguments_that_fit(engine: outrider.Engine
     other = '<tool_call>\n{"name": "clock", "arguments": {"free": [1]}}\n</tool_call>'
     assert follows(rule, engine.tokenizer(other)["input_ids"])
     assert not follows(rule, engine.tokenizer(other.replace("clock", "watch"))["input_ids"])
-    assert grammar_of(ChatBody.model_validate({**TALK, "tools": [WEATHER]}), Limits(), ("<a>", "</a>")) is None
-    assert grammar_of(body, Limits(), None) is None
+    assert asked(ChatBody.model_validate({**TALK, "tools": [WEATHER]}), ("<a>", "</a>"))[0] is None
+    assert asked(body, None)[0] is None
 
 
 def follows(rule: Any, tokens: list[int]) -> bool:

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from outrider.serve.run import worker
-from tests.serve.services import job, made, run
+from tests.serve.services import made, run, task
 from tests.world.models import engine
 
 
@@ -31,7 +31,7 @@ def test_events_are_handed_over_when_the_next_forward_begins_or_else_after_their
     if not said:
         monkeypatch.setattr(worker, "hand_over_by", lambda call: None)
     with mock.patch.object(asyncio.BaseEventLoop, "call_soon_threadsafe", posted):
-        [found] = run(slow, lambda service: made(service, job("a", most=12)))
+        [found] = run(slow, lambda service: made(service, task("a", most=12)))
     assert len(found.tokens) == 12
     order = "".join({"step": "(", "made": ")", "nothing made": "]", "handed over": "!"}[each] for each in log)
     steps = order.count(")")
@@ -48,7 +48,7 @@ def test_a_function_that_is_called_between_two_steps_does_not_delay_events():
     slow, seen = engine(), []
 
     async def work(service):
-        [ticket] = service.submit([job("a", most=40)])
+        [ticket] = service.submit([task("a", most=40)])
         await anext(ticket)
         await asyncio.wrap_future(service._worker.call(lambda: seen.append(list(service._worker._out))))
         ticket.cancel()
