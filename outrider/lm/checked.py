@@ -24,10 +24,10 @@ class Checked:
     def __init__(self, model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
         weights, self._key = read_from(model), dict[str, Any]()
         if weights is not None:
-            own = {name: digest.hex() for name, digest in source(Path(__file__).parent).items()}
+            source_digests = {name: digest.hex() for name, digest in source(Path(__file__).parent).items()}
             self._key = {
                 "machine": remembered.machine(model.device),
-                "source": own,
+                "source": source_digests,
                 "weights": weights,
                 "shape": shape_of(model),
                 "attention": model.config._attn_implementation,

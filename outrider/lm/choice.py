@@ -83,8 +83,8 @@ def choose(
     choice = _read(remembered.read("forward", key), candidates)
     if choice is None or (choice.busy and (surely or not _crowded(_BEGAN))):
         before = CoreUsage.now()
-        found = _measured(lm, candidates, paddings)
-        choice = replace(found, busy=_crowded(before))
+        measured = _measured(lm, candidates, paddings)
+        choice = replace(measured, busy=_crowded(before))
         remembered.write("forward", key, {**vars(choice), "milliseconds": dict(choice.milliseconds)})
     return _applied(lm, choice)
 
@@ -115,7 +115,7 @@ def _applied(lm: LanguageModel, choice: ForwardChoice) -> ForwardChoice:
 
 @torch.inference_mode()
 def _measured(lm: LanguageModel, candidates: Sequence[Forward], paddings: Sequence[int]) -> ForwardChoice:
-    found: dict[Forward, tuple[float, float]] = {}
+    milliseconds: dict[Forward, tuple[float, float]] = {}
     lm.pad_to = paddings[0]
     for forward in candidates:
         if not _runs_by(lm, forward, alone=len(candidates) == 1):
@@ -124,14 +124,14 @@ def _measured(lm: LanguageModel, candidates: Sequence[Forward], paddings: Sequen
         lm.drop_others()
         times = (_milliseconds(lm, 1), _milliseconds(lm, BLOCK))
         # What could not be recorded ran eager.
-        if not found or forward != "replayed" or lm.replays:
-            found[forward] = times
-    best = min(found, key=lambda name: sum(found[name]))
+        if not milliseconds or forward != "replayed" or lm.replays:
+            milliseconds[forward] = times
+    best = min(milliseconds, key=lambda name: sum(milliseconds[name]))
     narrow = _narrow(lm) if best == "compiled" else None
     lm.run_by(best)
     pad_to = _least_padding(lm, paddings)
     lm.num_forwards = 0
-    return ForwardChoice(forward=best, pad_to=pad_to, narrow=narrow, milliseconds=found)
+    return ForwardChoice(forward=best, pad_to=pad_to, narrow=narrow, milliseconds=milliseconds)
 
 
 def _runs_by(lm: LanguageModel, forward: Forward, *, alone: bool) -> bool:
@@ -150,12 +150,12 @@ def _narrow(lm: LanguageModel) -> int | None:
     """The number of tokens up to which compiled forwards are faster than eager ones; None if they are for all tried."""
     if lm.max_context < CONTEXT + WIDE or lm.widest is not None:
         return lm.widest
-    found: dict[Forward, tuple[float, float]] = {}
+    milliseconds: dict[Forward, tuple[float, float]] = {}
     for forward in ("eager", "compiled"):
         lm.run_by(forward)
-        found[forward] = (_milliseconds(lm, BLOCK), _milliseconds(lm, WIDE))
-    gained = max(0.0, found["eager"][0] - found["compiled"][0])
-    lost = found["compiled"][1] - found["eager"][1]
+        milliseconds[forward] = (_milliseconds(lm, BLOCK), _milliseconds(lm, WIDE))
+    gained = max(0.0, milliseconds["eager"][0] - milliseconds["compiled"][0])
+    lost = milliseconds["compiled"][1] - milliseconds["eager"][1]
     # Between the two numbers of tokens, times are taken for straight lines.
     return None if lost <= 0 else BLOCK + int((WIDE - BLOCK) * gained / (gained + lost))
 

@@ -76,16 +76,16 @@ def read_from(module: nn.Module) -> dict[str, Any] | None:
     """The files that all weights of a module were read from, as values of JSON; None if they are not known, or weights
     have changed since.
     """
-    groups = {}
+    by_id = {}
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor not in _READ:
             return None
         group, number = _READ[tensor]
         if not group.holds(number):
             return None
-        groups[id(group)] = group
-    [*found] = groups.values()
-    return {"files": [stamp for group in found for stamp in group.stamps], "what": [group.what for group in found]}
+        by_id[id(group)] = group
+    [*groups] = by_id.values()
+    return {"files": [stamp for group in groups for stamp in group.stamps], "what": [group.what for group in groups]}
 
 
 class _Read:
@@ -95,8 +95,8 @@ class _Read:
         self.stamps, self._hashes = stamps, list[str]()
         self._tensors = [weakref.ref(each) for _, each in tensors]
         self._states = [_state(each) for _, each in tensors]
-        said = [(name, type(each).__name__, each.dtype, each.shape) for name, each in tensors]
-        self.what = hashlib.sha256(repr([transformers.__version__, said]).encode()).hexdigest()
+        described = [(name, type(each).__name__, each.dtype, each.shape) for name, each in tensors]
+        self.what = hashlib.sha256(repr([transformers.__version__, described]).encode()).hexdigest()
 
     def holds(self, number: int) -> bool:
         """Whether a tensor is there, and has not changed."""
@@ -148,8 +148,8 @@ def shape_of(model: PreTrainedModel) -> str:
     config = model.config.to_dict()
     for where in ("_name_or_path", "architectures", "dtype", "transformers_version"):
         config.pop(where, None)
-    said = json.dumps([type(model).__qualname__, str(model.dtype), config], sort_keys=True, default=str)
-    return hashlib.sha256(said.encode()).hexdigest()
+    described = json.dumps([type(model).__qualname__, str(model.dtype), config], sort_keys=True, default=str)
+    return hashlib.sha256(described.encode()).hexdigest()
 
 
 def weights_of(model: PreTrainedModel) -> str | None:
@@ -168,7 +168,7 @@ def source(package: Path) -> dict[str, bytes]:
 
 def machine(device: torch.device) -> list[object]:
     """Everything about this machine that changes roundings: instruction sets, threads, matrix settings, GPU."""
-    found: list[object] = [
+    properties: list[object] = [
         platform.machine(),
         platform.processor(),
         instruction_sets(Path("/proc/cpuinfo")),
@@ -178,9 +178,9 @@ def machine(device: torch.device) -> list[object]:
         torch.get_float32_matmul_precision(),
     ]
     if device.type == "cuda":
-        found += [torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), torch.version.cuda]
-        found += [torch.backends.cudnn.version(), torch.backends.cuda.matmul.allow_tf32]
-    return found
+        properties += [torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), torch.version.cuda]
+        properties += [torch.backends.cudnn.version(), torch.backends.cuda.matmul.allow_tf32]
+    return properties
 
 
 def instruction_sets(info: Path) -> set[str]:
@@ -250,14 +250,14 @@ def _weights(module: nn.Module) -> dict[str, object]:
     Layers of other libraries are not asked for their `state_dict`, because asking may change them: bitsandbytes rounds
     its scales anew.
     """
-    found: dict[str, object] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors: dict[str, object] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name, part in module.named_modules():
         kind = type(part)
         if kind._save_to_state_dict is not nn.Module._save_to_state_dict:
             if not kind.__module__.startswith("torch."):
                 raise Unreadable(kind.__qualname__)
-            found[f"{name} as saved"] = part.state_dict()
-    return found
+            tensors[f"{name} as saved"] = part.state_dict()
+    return tensors
 
 
 def _tensor(tensor: Tensor) -> Iterator[bytes]:

@@ -246,13 +246,13 @@ class HeadLM(SlottedLM):
             logits="all" if kind.logits else "none",
         )
         inputs = self._inputs(self._batch([segment]), self._slots.grown([segment]))
-        given = features[None] if kind.features else None
-        plain = self.module(tokens[None], given, inputs.positions, inputs.masks, inputs.window)
-        found = compiled.run(inputs, kind)
+        batch_features = features[None] if kind.features else None
+        plain = self.module(tokens[None], batch_features, inputs.positions, inputs.masks, inputs.window)
+        outputs = compiled.run(inputs, kind)
         self.release(slot)
-        pairs = [(plain, found.features)]
+        pairs = [(plain, outputs.features)]
         if kind.logits:
-            pairs.append((self.module.logits(plain), found.logits))
+            pairs.append((self.module.logits(plain), outputs.logits))
         return max(float((a - b).abs().max() / (a.max() - a.min()).clamp_min(1e-9)) for a, b in pairs)
 
     @torch.inference_mode()

@@ -189,7 +189,7 @@ class LanguageModel(SlottedLM):
             raise InputError(reason)
         new = forward not in self._forwards
         if new:
-            self._forwards[forward] = self._made(forward)
+            self._forwards[forward] = self._new_forward(forward)
         self.forward, runs = forward, self._forwards[forward]
         self._replaying = runs if isinstance(runs, ReplayedForward) else None
         if new and (reason := self._checked.flaw(self._name_of_check(), self._misread)) is not None:
@@ -241,11 +241,11 @@ class LanguageModel(SlottedLM):
         if "compiled" in self._forwards:
             raise RuntimeError(f"the compiled forwards of {self.anatomy.name} hold weights that have changed")
         if "packed" in self._forwards:
-            self._forwards["packed"] = self._made("packed")
+            self._forwards["packed"] = self._new_forward("packed")
         if isinstance(replayed := self._forwards.get("replayed"), ReplayedForward):
             replayed.forget()
 
-    def _made(self, forward: Forward) -> Runs:
+    def _new_forward(self, forward: Forward) -> Runs:
         if forward == "packed":
             return EagerForward(packed(self.model))
         if forward == "eager":

@@ -204,10 +204,10 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         The newest state that is known before its end comes with it; tokens behind that are fed again with the next
         segment.
         """
-        own = self._slots[source]
-        if not 0 <= length <= own.length:
-            raise ValueError(f"slot {source} has {own.length} committed tokens, cannot copy {length}")
-        copied = StatefulSlot(tokens=own.tokens, length=length, borders={0: None, **own.borders}, fed=own.fed)
+        state = self._slots[source]
+        if not 0 <= length <= state.length:
+            raise ValueError(f"slot {source} has {state.length} committed tokens, cannot copy {length}")
+        copied = StatefulSlot(tokens=state.tokens, length=length, borders={0: None, **state.borders}, fed=state.fed)
         copied.shorten(length, self.least)
         slot = self._slots.open(copied)
         with torch.inference_mode():

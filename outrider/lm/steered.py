@@ -47,28 +47,28 @@ def up_projections(model: PreTrainedModel) -> list[UpProjection]:
         InputError: A layer has no gated feed-forward layer, or several.
     """
     anatomy = Anatomy.of(model)
-    found = [part for layer in anatomy.layers or () if (part := _up_projection(layer)) is not None]
-    if not found or len(found) < anatomy.num_layers:
+    projections = [part for layer in anatomy.layers or () if (part := _up_projection(layer)) is not None]
+    if not projections or len(projections) < anatomy.num_layers:
         raise InputError(
             f"{anatomy.name} cannot be steered: steering needs one gated feed-forward layer in each decoder layer, as "
             "Llama, Qwen, Mistral, Gemma and Phi-3 have it"
         )
-    return found
+    return projections
 
 
 def _up_projection(layer: nn.Module) -> UpProjection | None:
     """The up projection of a layer; None if the layer has none, or several."""
-    found = []
+    projections = []
     for module in layer.modules():
         parts = dict(module.named_children())
         if "experts" in parts:
             return None
         if {"gate_proj", "up_proj", "down_proj"} <= parts.keys():
-            found.append(UpProjection(module=parts["up_proj"], first=0, width=_width(parts["up_proj"])))
+            projections.append(UpProjection(module=parts["up_proj"], first=0, width=_width(parts["up_proj"])))
         elif {"gate_up_proj", "down_proj"} <= parts.keys():
             width = _width(parts["gate_up_proj"]) // 2
-            found.append(UpProjection(module=parts["gate_up_proj"], first=width, width=width))
-    return found[0] if len(found) == 1 and found[0].width else None
+            projections.append(UpProjection(module=parts["gate_up_proj"], first=width, width=width))
+    return projections[0] if len(projections) == 1 and projections[0].width else None
 
 
 def _width(module: nn.Module) -> int:

@@ -154,8 +154,8 @@ class TabularHead(TabularLM):
 
     def extend(self, segments: Sequence[Segment], taps: Sequence[int] = ()) -> Extension:
         extension = super().extend(segments, taps)
-        given = torch.cat([s.features for s in segments if s.features is not None])
-        head_output = torch.tanh(given + self.module.table[torch.cat([s.tokens for s in segments])])
+        features = torch.cat([s.features for s in segments if s.features is not None])
+        head_output = torch.tanh(features + self.module.table[torch.cat([s.tokens for s in segments])])
         return replace(extension, features=head_output)
 
 

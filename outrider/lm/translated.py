@@ -189,18 +189,18 @@ class Translated:
         if not pieces:
             return None
         chain = links == list(range(before - 1, before - 1 + len(links)))
-        said = torch.tensor(pieces).to(self.device)
-        return Segment(slot=state.slot, tokens=said, parents=None if chain else np.array(links))
+        piece_ids = torch.tensor(pieces).to(self.device)
+        return Segment(slot=state.slot, tokens=piece_ids, parents=None if chain else np.array(links))
 
     def _translated(self, logits: Float[Tensor, "read inner"], sources: Sequence[int]) -> Float[Tensor, "wanted vocab"]:
         """The rows of the wanted nodes, in the target's vocabulary; -1 is a node that has none."""
-        found = logits.new_full((len(sources), self.vocab_size), -torch.inf)
+        wanted_rows = logits.new_full((len(sources), self.vocab_size), -torch.inf)
         if not sources:
-            return found
+            return wanted_rows
         rows = torch.tensor(sources).to(logits.device)
         shared = logits.new_zeros(len(sources), len(self._ours))
         if len(logits):
             shared = logits.index_select(0, rows.clamp_min(0)).index_select(1, self._theirs)
             shared[rows < 0] = 0
-        found[:, self._ours] = shared
-        return found
+        wanted_rows[:, self._ours] = shared
+        return wanted_rows

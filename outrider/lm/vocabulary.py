@@ -57,12 +57,14 @@ def translation(
     References:
         Timor et al. 2025, token-level intersection, Algorithm 4. https://arxiv.org/abs/2502.05202
     """
-    own, other = spellings(target, vocab_size), spellings(draft, draft_size)
-    place: dict[Spelling, int] = {said: id for id, said in reversed(list(enumerate(other))) if said is not None}
+    target_spellings, draft_spellings = spellings(target, vocab_size), spellings(draft, draft_size)
+    place: dict[Spelling, int] = {
+        spelling: id for id, spelling in reversed(list(enumerate(draft_spellings))) if spelling is not None
+    }
     candidates = [
         (target.eos_token_id, draft.eos_token_id),
         (target.bos_token_id, draft.bos_token_id),
-        *((id, place.get(said)) for id, said in enumerate(own) if said is not None),
+        *((id, place.get(spelling)) for id, spelling in enumerate(target_spellings) if spelling is not None),
     ]
     pairs: dict[int, int] = {}
     taken: set[int] = set()
@@ -82,7 +84,14 @@ def translation(
         vocab_size=vocab_size,
         ours=shared,
         theirs=np.array([pairs[id] for id in shared.tolist()], dtype=np.int64),
-        pieces=_Speller(own=own, other=other, place=place, tokenizer=draft, unknown=unknown, known=known),
+        pieces=_Speller(
+            target_spellings=target_spellings,
+            draft_spellings=draft_spellings,
+            place=place,
+            tokenizer=draft,
+            unknown=unknown,
+            known=known,
+        ),
         opening=_opening(draft),
     )
 
@@ -93,34 +102,34 @@ def spellings(tokenizer: PreTrainedTokenizerBase, size: int) -> list[Spelling]:
     Byte-level vocabularies write each byte as one letter. SentencePiece's write a space as ▁, and bytes for which they
     have no other token as <0x0A>; where there is another, the byte's token is never used and keeps its name.
     """
-    found: list[Spelling] = [None] * size
+    spelt: list[Spelling] = [None] * size
     letters = _letters() if "ByteLevel" in _decoder(tokenizer) else {}
     added, single = tokenizer.added_tokens_decoder, {}
     for text, id in tokenizer.get_vocab().items():
         if id >= size:
             continue
         if id in added:
-            found[id] = text if added[id].special else text.encode()
+            spelt[id] = text if added[id].special else text.encode()
         elif letters and all(letter in letters for letter in text):
-            found[id] = bytes(letters[letter] for letter in text)
+            spelt[id] = bytes(letters[letter] for letter in text)
         elif not letters and len(text) == 6 and text.startswith("<0x"):
-            found[id] = text
+            spelt[id] = text
             single[id] = bytes.fromhex(text[3:5])
         else:
-            found[id] = (text if letters else text.replace("▁", " ")).encode()
-    ordinary = set(found)
+            spelt[id] = (text if letters else text.replace("▁", " ")).encode()
+    ordinary = set(spelt)
     for id, byte in single.items():
         if byte not in ordinary:
-            found[id] = byte
-    return found
+            spelt[id] = byte
+    return spelt
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Speller:
     """Spells single target tokens in the draft model's vocabulary, with a cache."""
 
-    own: Sequence[Spelling]
-    other: Sequence[Spelling]
+    target_spellings: Sequence[Spelling]
+    draft_spellings: Sequence[Spelling]
     place: Mapping[Spelling, int]
     tokenizer: PreTrainedTokenizerBase
     unknown: int
@@ -128,8 +137,8 @@ class _Speller:
 
     def __call__(self, token: int) -> tuple[int, ...]:
         if token not in self.known:
-            said = self.own[token]
-            text = said.encode() if isinstance(said, str) else said or b""
+            spelling = self.target_spellings[token]
+            text = spelling.encode() if isinstance(spelling, str) else spelling or b""
             self.known[token] = self._cut(text) or self._longest(text) or (self.unknown,)
         return self.known[token]
 
@@ -139,8 +148,8 @@ class _Speller:
             ids = tuple(self.tokenizer(text.decode(), add_special_tokens=False)["input_ids"])
         except UnicodeDecodeError:
             return ()
-        said = [self.other[id] if id < len(self.other) else None for id in ids]
-        return ids if b"".join(s for s in said if isinstance(s, bytes)) == text else ()
+        cut = [self.draft_spellings[id] if id < len(self.draft_spellings) else None for id in ids]
+        return ids if b"".join(s for s in cut if isinstance(s, bytes)) == text else ()
 
     def _longest(self, text: bytes) -> tuple[int, ...]:
         """The longest token that the text begins with, again and again; nothing where some byte has none."""

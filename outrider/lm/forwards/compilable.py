@@ -96,7 +96,7 @@ class TracedModel(nn.Module):
 
     def __init__(self, whose: CompilableModel, kind: ForwardKind, builder: MaskBuilder) -> None:
         super().__init__()
-        self.own = model = twin(whose.model)
+        self.twin = model = twin(whose.model)
         self._cache, self._kind, self._builder = cache_keyword(type(model)), kind, builder
         group(model)
         if whose.widest is not None:
@@ -116,7 +116,7 @@ class TracedModel(nn.Module):
         masks: Sequence[Tensor],
         window: Window,
     ) -> tuple[Tensor, ...]:
-        logits = self.own(
+        logits = self.twin(
             input_ids=tokens,
             attention_mask=_shaped(self._builder.spans, masks),
             position_ids=positions,
@@ -177,12 +177,12 @@ class TracedHead(nn.Module):
 
     def __init__(self, whose: CompilableHead) -> None:
         super().__init__()
-        self.own = twin(whose.head).eval()
+        self.twin = twin(whose.head).eval()
         if (embedding_and_head := whose.embedding_and_head) is not None:
             # The exporter looks for weights in modules.
             self.target = embedding_and_head.modules
             unpacked = replace(embedding_and_head, head=embedding_and_head.unpacked or embedding_and_head.head)
-            setattr(self.own, "embedding_and_head", unpacked)  # noqa: B010
+            setattr(self.twin, "embedding_and_head", unpacked)  # noqa: B010
 
     def forward(
         self,
@@ -193,10 +193,10 @@ class TracedHead(nn.Module):
         masks: Sequence[Tensor],
         window: Window,
     ) -> tuple[Tensor, ...]:
-        hidden: Tensor = self.own(tokens, features, positions, masks[0], window)
+        hidden: Tensor = self.twin(tokens, features, positions, masks[0], window)
         if columns is None:
             return (hidden,)
-        logits: Tensor = self.own.logits(hidden[:, columns])  # type: ignore[operator]
+        logits: Tensor = self.twin.logits(hidden[:, columns])  # type: ignore[operator]
         return logits, hidden
 
 

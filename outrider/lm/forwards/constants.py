@@ -58,22 +58,22 @@ class Constant:
 
 def tensors_of(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
     """The plain parameters and buffers of some modules, by names that are alike in every process."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for number, part in enumerate(parts):
         for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
             if tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes():
-                found[f"{number}.{name}"] = tensor.detach()
-    return found
+                tensors[f"{number}.{name}"] = tensor.detach()
+    return tensors
 
 
-def keep(source: str, blob: Path, store: Path, own: Mapping[str, Tensor]) -> list[Constant]:
+def keep(source: str, blob: Path, store: Path, module_tensors: Mapping[str, Tensor]) -> list[Constant]:
     """Keep the constants of a library that was just made, except those that are a module's own tensors.
 
     Args:
         source: The compiler's C++ source.
         blob: The file of all constants.
         store: Where constants are kept, each content once.
-        own: The module's tensors by their names.
+        module_tensors: The module's tensors by their names.
 
     Raises:
         OSError: They cannot be written.
@@ -83,7 +83,7 @@ def keep(source: str, blob: Path, store: Path, own: Mapping[str, Tensor]) -> lis
     kept, small, parts, at = list[Constant](), list[Constant](), list[np.ndarray[Any, Any]](), 0
     for constant in _described(source):
         part, at = content[at : at + constant.size], at + padded(constant.size)
-        if not constant.opaque and (name := _same(part, own)) is not None:
+        if not constant.opaque and (name := _same(part, module_tensors)) is not None:
             kept.append(replace(constant, own=name))
         elif constant.size >= LARGE:
             kept.append(replace(constant, file=_store(part, store)))
@@ -130,7 +130,7 @@ class MappedConstants:
     Args:
         constants: The constants.
         store: Where they are kept.
-        own: The module's tensors by their names.
+        module_tensors: The module's tensors by their names.
 
     Raises:
         OSError: A file is not there.
@@ -138,12 +138,12 @@ class MappedConstants:
         KeyError: The module has no such tensor.
     """
 
-    def __init__(self, constants: Sequence[Constant], store: Path, own: Mapping[str, Tensor]) -> None:
+    def __init__(self, constants: Sequence[Constant], store: Path, module_tensors: Mapping[str, Tensor]) -> None:
         self.constants = constants
         self._held: dict[str, np.ndarray[Any, Any] | Tensor] = {}
         for each in constants:
             if each.own is not None:
-                self._held[f"{each.own} of the model"] = own[each.own]
+                self._held[f"{each.own} of the model"] = module_tensors[each.own]
             elif each.file not in self._held:
                 with (store / each.file).open("rb") as file:
                     # What a forward would write is written into a copy of the page.
@@ -181,11 +181,11 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(word.rstrip("L")) for word in text.strip("{} ").split(",") if word.strip())
 
 
-def _same(part: "np.ndarray[Any, Any]", own: Mapping[str, Tensor]) -> str | None:
+def _same(part: "np.ndarray[Any, Any]", module_tensors: Mapping[str, Tensor]) -> str | None:
     """The name of the first tensor that has these bytes; None if none has, or they are few."""
     if part.size < LARGE:
         return None
-    for name, tensor in own.items():
+    for name, tensor in module_tensors.items():
         if tensor.nbytes == part.size and np.array_equal(tensor.reshape(-1).view(torch.uint8).numpy(), part):
             return name
     return None

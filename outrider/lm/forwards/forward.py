@@ -48,8 +48,8 @@ class ForwardChoice:
         return "; ".join(times) or plain
 
 
-def as_forward(given: str | None) -> Forward | None:
+def as_forward(name: str | None) -> Forward | None:
     """The kind of forward that a name stands for; None stays None. Raises InputError for an unknown name."""
-    if given is not None and given not in FORWARDS:
-        raise unknown("forward", given, FORWARDS)
-    return given
+    if name is not None and name not in FORWARDS:
+        raise unknown("forward", name, FORWARDS)
+    return name

@@ -144,13 +144,13 @@ def read_chain(
         return scaled_dot_product_attention(queries, keys, values, attn_mask=corner, scale=scale, enable_gqa=grouped)
     read = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     shared = queries.shape[1] // keys.shape[1]
-    own_keys, own_values = (each[:, :, before:].repeat_interleave(shared, 1) for each in (keys, values))
-    own, own_sum = read(queries, own_keys, own_values, 0.0, True, scale=scale)
+    chain_keys, chain_values = (each[:, :, before:].repeat_interleave(shared, 1) for each in (keys, values))
+    chain_output, chain_sum = read(queries, chain_keys, chain_values, 0.0, True, scale=scale)
     # Without a mask, the queries of all heads that share a key head are alike.
     together = queries.reshape(queries.shape[0], keys.shape[1], shared * width, -1)
-    old, old_sum = read(together, keys[:, :, :before], values[:, :, :before], 0.0, False, scale=scale)
-    share = torch.sigmoid(own_sum - old_sum.reshape(own_sum.shape))[..., None]
-    joined = torch.lerp(old.reshape(own.shape).to(share.dtype), own.to(share.dtype), share)
+    earlier_output, earlier_sum = read(together, keys[:, :, :before], values[:, :, :before], 0.0, False, scale=scale)
+    share = torch.sigmoid(chain_sum - earlier_sum.reshape(chain_sum.shape))[..., None]
+    joined = torch.lerp(earlier_output.reshape(chain_output.shape).to(share.dtype), chain_output.to(share.dtype), share)
     return joined.to(queries.dtype)
 
 

@@ -148,11 +148,11 @@ class Library(ABC):
         Raises:
             InputError: It cannot be made.
         """
-        found = self.opened()
-        if found is None:
+        runner = self.opened()
+        if runner is None:
             self.make()
-            found = self._runner()
-        return found
+            runner = self._runner()
+        return runner
 
     def _runner(self) -> Runner:
         """What runs the library that lies there."""
@@ -234,24 +234,24 @@ class Library(ABC):
 
     def _unlike(self) -> str | None:
         """What is different where a library of the same weights was made, if there is one, and none for here."""
-        own = json.loads(json.dumps(self._key))
+        wanted = json.loads(json.dumps(self._key))
         for place in sorted(self._shelf.glob(f"*/{KEY}")):
             try:
                 key = json.loads(files.read(place))["key"]
-                different = [name for name in own if key[name] != own[name]]
+                different = [name for name in wanted if key[name] != wanted[name]]
                 if not set(different) <= {"machine", "source"}:
                     continue
-                changed = [name for name in own["machine"] if key["machine"].get(name) != own["machine"][name]]
+                changed = [name for name in wanted["machine"] if key["machine"].get(name) != wanted["machine"][name]]
                 there = key["machine"].get("versions", {})
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 continue
-            here = own["machine"]["versions"]
+            here = wanted["machine"]["versions"]
             other = [
                 f"{name} {there.get(name)} instead of {here[name]}" for name in here if there.get(name) != here[name]
             ]
             how = f"with {' and '.join(other)}" if other else f"on a machine with another {' and '.join(changed)}"
-            said = how if changed else "from other source of the model or of Outrider"
-            return f"it was made {said}; `outrider prepare` makes one that fits, once"
+            difference = how if changed else "from other source of the model or of Outrider"
+            return f"it was made {difference}; `outrider prepare` makes one that fits, once"
         return None
 
     def _record(self, folder: Path) -> bytes:
@@ -312,7 +312,7 @@ class Library(ABC):
             constants = keep(source, blob, self._store, tensors_of(self.parts))
             files.replace(folder / INDEX, as_index(constants), mode=0o600)
             calls = [json.loads(path.read_bytes()) for path in paths if path.name.endswith(CALLED)]
-            _refuse({each["node"]["target"] for found in calls for each in found.get("nodes", ())})
+            _refuse({each["node"]["target"] for call in calls for each in call.get("nodes", ())})
             shutil.copyfile(next(path for path in paths if path.suffix == ".so"), folder / LIBRARY)
 
 
@@ -325,19 +325,19 @@ def delete_unused(folder: Path) -> None:
     """
     now = time.time()
     for pattern, most in ((f"*/*/{KEY}", UNUSED), ("*/.*/", ABANDONED)):
-        for found in folder.glob(pattern):
+        for path in folder.glob(pattern):
             with suppress(OSError):
-                if now - found.stat().st_mtime > most:
-                    shutil.rmtree(found.parent if found.name == KEY else found, ignore_errors=True)
+                if now - path.stat().st_mtime > most:
+                    shutil.rmtree(path.parent if path.name == KEY else path, ignore_errors=True)
     used = set()
     for index in folder.glob(f"*/*/{INDEX}"):
         with suppress(OSError, ValueError):
             used |= {each.file for each in read(index)}
-    for found in (folder / STORE).glob("*"):
+    for path in (folder / STORE).glob("*"):
         with suppress(OSError):
             # The index of a library that is being made is not there yet.
-            if found.name not in used and now - found.stat().st_mtime > ABANDONED:
-                found.unlink()
+            if path.name not in used and now - path.stat().st_mtime > ABANDONED:
+                path.unlink()
 
 
 def sources(modules: Iterable[str]) -> dict[str, Path]:
@@ -345,32 +345,32 @@ def sources(modules: Iterable[str]) -> dict[str, Path]:
 
     Modules of Python, torch and transformers are left out.
     """
-    found: dict[str, Path] = {}
+    source_files: dict[str, Path] = {}
     left = [name for name in modules if name.partition(".")[0] not in VERSIONED]
     while left:
         name = left.pop()
-        if name not in found and (file := _file(name)) is not None:
-            found[name] = file
+        if name not in source_files and (file := _file(name)) is not None:
+            source_files[name] = file
             left += _imports(name, file)
-    return dict(sorted(found.items()))
+    return dict(sorted(source_files.items()))
 
 
 @functools.cache
 def _imports(module: str, file: Path) -> frozenset[str]:
     """What a module imports from its own package, anywhere in its source."""
     package = module.split(".")[0 : None if file.name == "__init__.py" else -1]
-    found = set()
+    imported = set()
     for node in _statements(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) + 1 - node.level] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             # A name may be a module, or something within one.
             inner = {f"{base}.{alias.name}" for alias in node.names}
             modules = {name for name in inner if _within(name, module) and _file(name) is not None}
-            found |= modules if modules == inner else {*modules, base}
-    return frozenset(name for name in found if _within(name, module))
+            imported |= modules if modules == inner else {*modules, base}
+    return frozenset(name for name in imported if _within(name, module))
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
@@ -429,7 +429,7 @@ def _scratch() -> Iterator[None]:
 
 def _options(dtype: torch.dtype) -> dict[str, Any]:
     """How the compiler makes a library."""
-    own = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP"}
+    gemm_options = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP"}
     return {
         "freezing": True,
         "cpp.dynamic_threads": True,
@@ -437,7 +437,7 @@ def _options(dtype: torch.dtype) -> dict[str, Any]:
         "cpp.threads": max(2, os.cpu_count() or 1),
         "aot_inductor.package": True,
         "aot_inductor.package_constants_on_disk_format": "binary_blob",
-        **(own if _own_products(dtype) else {}),
+        **(gemm_options if _own_products(dtype) else {}),
     }
 
 

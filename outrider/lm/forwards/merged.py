@@ -51,9 +51,9 @@ class _First(nn.Module):
     def forward(self, states: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch first"]:
         parts = linear(states, self.weight, self.bias).split(self._sizes, -1)
         # As one block of memory each: how parts lie would decide which sizes a graph is for.
-        apart = [part.clone(memory_format=torch.contiguous_format) for part in parts]
-        self._outputs[:] = apart[1:]
-        return apart[0]
+        blocks = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+        self._outputs[:] = blocks[1:]
+        return blocks[0]
 
 
 class _Other(nn.Module):
@@ -71,11 +71,11 @@ def _siblings(model: nn.Module, run: Callable[[], object]) -> list[list[nn.Linea
     """Plain linear layers that read the same tensor, once, and are alike otherwise, in the order of their calls."""
     calls: list[tuple[nn.Linear, Tensor]] = []
 
-    def note(layer: nn.Module, given: tuple[Any, ...]) -> None:
+    def note(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
         assert isinstance(layer, nn.Linear)
         # One that is called by keyword stays alone.
-        if given:
-            calls.append((layer, given[0]))
+        if arguments:
+            calls.append((layer, arguments[0]))
 
     hooks = [layer.register_forward_pre_hook(note) for layer in model.modules() if plain(layer)]
     try:
@@ -84,8 +84,8 @@ def _siblings(model: nn.Module, run: Callable[[], object]) -> list[list[nn.Linea
         for hook in hooks:
             hook.remove()
     called = [layer for layer, _ in calls]
-    found: dict[tuple[int, bool], list[nn.Linear]] = {}
-    for layer, given in calls:
+    siblings: dict[tuple[int, bool], list[nn.Linear]] = {}
+    for layer, tensor in calls:
         if called.count(layer) == 1:
-            found.setdefault((id(given), layer.bias is None), []).append(layer)
-    return [group for group in found.values() if len(group) > 1]
+            siblings.setdefault((id(tensor), layer.bias is None), []).append(layer)
+    return [group for group in siblings.values() if len(group) > 1]

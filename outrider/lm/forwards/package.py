@@ -110,7 +110,7 @@ class Package(Library):
             [{0: rows, 1: capacity}] * len(storages),
         )
         function = _OfTensors(self)
-        merge(function.traced.own, lambda: function(*inputs))
+        merge(function.traced.twin, lambda: function(*inputs))
         return function, inputs, sizes
 
     def _features(self, rows: int, width: int) -> Float[Tensor, "rows width dim"]:
@@ -161,7 +161,7 @@ class PackagedForward:
             if inputs.layout is None:
                 nodes = [each.reshape(1, -1) for each in nodes]
                 chosen = (shape[1] * np.arange(shape[0])[:, None] + columns).ravel()
-        found = runner.run(
+        outputs = runner.run(
             [
                 nodes[0],
                 *([] if features is None else [features.contiguous()]),
@@ -173,9 +173,9 @@ class PackagedForward:
             ]
         )
         self.num_forwards += 1
-        states = [each.view(*shape, -1) for each in found[int(kind.logits) :]]
+        states = [each.view(*shape, -1) for each in outputs[int(kind.logits) :]]
         if kind.logits:
-            logits = found[0].view(shape[0], len(columns), -1)
+            logits = outputs[0].view(shape[0], len(columns), -1)
         else:
             logits = states[0].new_zeros(shape[0], 0, int(module.vocab_size))  # type: ignore[arg-type]
         return Outputs(
@@ -242,8 +242,8 @@ class _OfTensors(nn.Module):
     ) -> tuple[Tensor, ...]:
         window = Window(self._package.entries, storages, places.reshape(-1), masks[0].shape[-1])
         with laid_out(Layout(nodes=laid[0], places=laid[1])) if laid else nullcontext():
-            found: tuple[Tensor, ...] = self.traced(tokens, features, positions, columns, masks, window)
-        return found
+            outputs: tuple[Tensor, ...] = self.traced(tokens, features, positions, columns, masks, window)
+        return outputs
 
 
 def flat(masks: object) -> list[Tensor]:

@@ -63,10 +63,10 @@ def packed(model: Module) -> Module:
     that are not `plain` (quantised ones, adapters) and weights for which packing does not keep the bits here are shared
     as they are. What is done to the model's linear layers later does not reach the twin.
     """
-    made = twin(model)
+    packed_model = twin(model)
     packs: dict[int, PackedLinear] = {}
     copied = 0
-    for parent in list(made.modules()):
+    for parent in list(packed_model.modules()):
         for name, child in list(parent.named_children()):
             if plain(child) and keeps_bits(child.weight.device, child.weight.dtype):
                 if id(child) not in packs:
@@ -76,7 +76,7 @@ def packed(model: Module) -> Module:
                         release_pages(model.parameters())
                         copied = 0
                 setattr(parent, name, packs[id(child)])
-    return made
+    return packed_model
 
 
 def worth_packing(model: PreTrainedModel) -> bool:

@@ -337,8 +337,8 @@ class _Chain:
 def _tensors(masks: object) -> list[Tensor] | None:
     """The tensors among a model's masks; None where there is a mask of another kind, or none at all."""
     parts = [mask for mask in masks.values() if mask is not None] if isinstance(masks, Mapping) else [masks]
-    found = [mask for mask in parts if isinstance(mask, Tensor)]
-    return found if found and len(found) == len(parts) else None
+    tensors = [mask for mask in parts if isinstance(mask, Tensor)]
+    return tensors if tensors and len(tensors) == len(parts) else None
 
 
 def _with_tensors(masks: object, tensors: Sequence[Tensor]) -> object:

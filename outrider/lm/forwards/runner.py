@@ -73,18 +73,18 @@ class Runner:
 
     def _dtypes(self) -> dict[str, ctypes.c_int32]:
         """The type of each constant, as torch's C interface numbers them."""
-        library, count, found = self._library, ctypes.c_size_t(), {}
+        library, count, dtypes = self._library, ctypes.c_size_t(), {}
         self._check(library.AOTInductorModelContainerGetNumConstants(self._handle, ctypes.byref(count)))
         for number in map(ctypes.c_size_t, range(count.value)):
             name, dtype = ctypes.c_char_p(), ctypes.c_int32()
             self._check(library.AOTInductorModelContainerGetConstantName(self._handle, number, ctypes.byref(name)))
             self._check(library.AOTInductorModelContainerGetConstantDtype(self._handle, number, ctypes.byref(dtype)))
-            found[(name.value or b"").decode()] = dtype
-        return found
+            dtypes[(name.value or b"").decode()] = dtype
+        return dtypes
 
     def _tensor(self, constant: Constant, address: int, dtype: ctypes.c_int32) -> ctypes.c_void_p:
         """A tensor for the library around the memory of a constant."""
-        library, made, opaque = self._library, ctypes.c_void_p(), bytes.fromhex(constant.opaque)
+        library, tensor, opaque = self._library, ctypes.c_void_p(), bytes.fromhex(constant.opaque)
         sizes, strides = ((ctypes.c_int64 * len(each))(*each) for each in (constant.shape, constant.stride))
         self._check(
             library.aoti_torch_create_tensor_from_blob_v2(
@@ -96,13 +96,13 @@ class Runner:
                 dtype,
                 ctypes.c_int32(library.aoti_torch_device_type_cpu()),
                 ctypes.c_int32(-1),
-                ctypes.byref(made),
+                ctypes.byref(tensor),
                 ctypes.c_int32(library.aoti_torch_layout__mkldnn() if opaque else library.aoti_torch_layout_strided()),
                 opaque,
                 ctypes.c_int64(len(opaque)),
             )
         )
-        return made
+        return tensor
 
     def run(self, inputs: list[Tensor]) -> list[Tensor]:
         """The outputs. What the function writes into is written into.
@@ -113,18 +113,18 @@ class Runner:
         if len(inputs) != self._num_inputs:
             # The library would end the process.
             raise RuntimeError(f"the library reads {self._num_inputs} tensors, got {len(inputs)}")
-        given = _pointers(torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(inputs))
+        input_pointers = _pointers(torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(inputs))
         held = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(inputs)
-        made: Pointers = (ctypes.c_void_p * self._num_outputs)()
-        sizes = (ctypes.c_size_t(len(given)), ctypes.c_size_t(len(made)))
+        output_pointers: Pointers = (ctypes.c_void_p * self._num_outputs)()
+        sizes = (ctypes.c_size_t(len(input_pointers)), ctypes.c_size_t(len(output_pointers)))
         hand_over()
         try:
-            self._check(self._run(self._handle, given, sizes[0], made, sizes[1], None, None))
+            self._check(self._run(self._handle, input_pointers, sizes[0], output_pointers, sizes[1], None, None))
         finally:
             torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(held)
-        capsules = [_capsule_of(pointer, None, None) for pointer in made]
-        found: list[Tensor] = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)
-        return found
+        capsules = [_capsule_of(pointer, None, None) for pointer in output_pointers]
+        outputs: list[Tensor] = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)
+        return outputs
 
     def _check(self, status: int) -> None:
         """Raise RuntimeError for a call that failed."""

@@ -156,18 +156,18 @@ class Anatomy:
     @property
     def longest_context(self) -> int | None:
         """The longest context that the model was made for and that can be steered from outside; None: any."""
-        own = getattr(self.text, "max_position_embeddings", None)
+        declared = getattr(self.text, "max_position_embeddings", None)
         # A number below 1 can only mean that there is no limit.
-        return min((n for n in (own, self.context_limit) if n is not None and n >= 1), default=None)
+        return min((n for n in (declared, self.context_limit) if n is not None and n >= 1), default=None)
 
 
 def rotary_parameters(text: PreTrainedConfig) -> list[dict[str, Any]]:
     """The rotary settings of a text config, one per layer type where they differ."""
-    given = getattr(text, "rope_parameters", None) or {}
-    nested = [p for p in given.values() if isinstance(p, dict)]
-    found = nested or [given]
+    parameters = getattr(text, "rope_parameters", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, dict)]
+    settings = nested or [parameters]
     original = getattr(text, "original_max_position_embeddings", None) or getattr(text, "max_position_embeddings", None)
-    return [{"original_max_position_embeddings": original, **p} for p in found]
+    return [{"original_max_position_embeddings": original, **p} for p in settings]
 
 
 def rotary_type(parameters: dict[str, Any]) -> object:
@@ -182,8 +182,8 @@ def opener(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[AutoMo
 
 
 def _causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    found = opener(config)._model_mapping.get(type(config), None)
-    return found[0] if isinstance(found, tuple) else found
+    model_class = opener(config)._model_mapping.get(type(config), None)
+    return model_class[0] if isinstance(model_class, tuple) else model_class
 
 
 def _num_processes(model: PreTrainedModel) -> int:

@@ -30,19 +30,19 @@ def open_assistant(
 @contextmanager
 def layers_that_share(kind: type[PreTrainedConfig]) -> Iterator[None]:
     """Inside it, a model with a text config of this class may have only layers that share others' keys and values."""
-    own = vars(kind).get("kv_sharing_modes")
-    if not isinstance(own, property):
+    original = vars(kind).get("kv_sharing_modes")
+    if not isinstance(original, property):
         yield
         return
 
     def modes(config: PreTrainedConfig) -> list[str | None]:
         if config.num_kv_shared_layers == config.num_hidden_layers:
             return ["reuse"] * config.num_hidden_layers
-        found: list[str | None] = own.__get__(config)
-        return found
+        listed: list[str | None] = original.__get__(config)
+        return listed
 
     kind.kv_sharing_modes = property(modes)
     try:
         yield
     finally:
-        kind.kv_sharing_modes = own
+        kind.kv_sharing_modes = original

@@ -69,14 +69,14 @@ class TargetShape:
         Raises:
             InputError: The entry is damaged, or counts hidden states otherwise.
         """
-        given = config.get(TARGET)
-        if given is None:
+        entry = config.get(TARGET)
+        if entry is None:
             return None
         try:
-            if given["convention"] != CONVENTION:
-                raise InputError(f"{CONFIG} of {path} numbers hidden states otherwise: {given['convention']!r}")
-            sizes = {name: size(given, name, path) for name in ("num_layers", "hidden_size", "vocab_size")}
-            return cls(**sizes, taps=whole_numbers(given["taps"], "taps", path))
+            if entry["convention"] != CONVENTION:
+                raise InputError(f"{CONFIG} of {path} numbers hidden states otherwise: {entry['convention']!r}")
+            sizes = {name: size(entry, name, path) for name in ("num_layers", "hidden_size", "vocab_size")}
+            return cls(**sizes, taps=whole_numbers(entry["taps"], "taps", path))
         except (AttributeError, KeyError, TypeError) as error:
             raise InputError(f"the entry {TARGET!r} in {CONFIG} of {path} is damaged; train the head again") from error
 
@@ -90,15 +90,15 @@ def read_config(path: str, *, revision: str | None = None) -> dict[str, Any]:
     file = _file(path, CONFIG, revision)
     if file is None:
         raise InputError(f"there is no head in {path}: it has no {CONFIG}")
-    found = json_object(file, CONFIG, path)
-    named = found.get("architectures")
+    config = json_object(file, CONFIG, path)
+    named = config.get("architectures")
     if named is not None and not (isinstance(named, list) and all(isinstance(each, str) for each in named)):
         raise InputError(f"architectures in {CONFIG} of {path} must be a list of names, got {short(named)}")
-    return found
+    return config
 
 
 def size(
-    given: Mapping[str, Any],
+    config: Mapping[str, Any],
     name: str,
     path: str,
     *,
@@ -116,54 +116,54 @@ def size(
     Raises:
         InputError: It is no whole number, or out of bounds.
     """
-    found = default if given.get(name) is None else given[name]
-    if type(found) is not int or not least <= found <= most:
+    value = default if config.get(name) is None else config[name]
+    if type(value) is not int or not least <= value <= most:
         raise InputError(
-            f"{name} in {file} of {path} must be a whole number in {least}..{most}, got {short(found)}; get the "
+            f"{name} in {file} of {path} must be a whole number in {least}..{most}, got {short(value)}; get the "
             "config that belongs to the head"
         )
-    return found
+    return value
 
 
-def factor(given: Mapping[str, Any], name: str, path: str) -> float:
+def factor(config: Mapping[str, Any], name: str, path: str) -> float:
     """A positive number of a config; 1 where it has no such key. Raises InputError for other values."""
-    found = 1.0 if given.get(name) is None else given[name]
-    if type(found) not in (int, float) or not 0 < found < math.inf:
-        raise InputError(f"{name} in {CONFIG} of {path} must be a number above 0, got {short(found)}")
-    return float(found)
+    value = 1.0 if config.get(name) is None else config[name]
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise InputError(f"{name} in {CONFIG} of {path} must be a number above 0, got {short(value)}")
+    return float(value)
 
 
-def whole_numbers(found: Any, name: str, path: str, *, file: str = CONFIG) -> tuple[int, ...]:
+def whole_numbers(value: Any, name: str, path: str, *, file: str = CONFIG) -> tuple[int, ...]:
     """A list of whole numbers >= 0 of a config. Raises InputError for other values."""
-    listed = isinstance(found, list | tuple) and len(found) <= MOST_COUNT
-    if not listed or any(type(each) is not int or not 0 <= each <= MOST_SIZE for each in found):
+    listed = isinstance(value, list | tuple) and len(value) <= MOST_COUNT
+    if not listed or any(type(each) is not int or not 0 <= each <= MOST_SIZE for each in value):
         raise InputError(
-            f"{name} in {file} of {path} must be a list of at most {MOST_COUNT} whole numbers >= 0, got {short(found)}"
+            f"{name} in {file} of {path} must be a list of at most {MOST_COUNT} whole numbers >= 0, got {short(value)}"
         )
-    return tuple(found)
+    return tuple(value)
 
 
-def nested(given: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any]:
+def nested(config: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any]:
     """An object inside a config; empty where it has no such key. Raises InputError for other values."""
-    found = {} if given.get(name) is None else given[name]
-    if not isinstance(found, Mapping):
-        raise InputError(f"{name} in {CONFIG} of {path} must be an object, got {short(found)}")
-    return found
+    value = {} if config.get(name) is None else config[name]
+    if not isinstance(value, Mapping):
+        raise InputError(f"{name} in {CONFIG} of {path} must be an object, got {short(value)}")
+    return value
 
 
 def read_names(path: str, *, revision: str | None = None) -> frozenset[str]:
     """The names of a checkpoint's tensors; none if it has no file that a head can have."""
-    found = _weights(path, revision)
-    if found is None:
+    file = _weights(path, revision)
+    if file is None:
         index = _index(path, revision)
         return frozenset() if index is None else frozenset(index)
-    if found.endswith(".safetensors"):
+    if file.endswith(".safetensors"):
         try:
-            with safe_open(found, framework="pt") as opened:
+            with safe_open(file, framework="pt") as opened:
                 return frozenset(opened.keys())
         except (SafetensorError, OSError):
             return frozenset()
-    return frozenset(_pickled(found, path))
+    return frozenset(_pickled(file, path))
 
 
 def read_tensors(
@@ -178,9 +178,9 @@ def read_tensors(
     Raises:
         InputError: There are none, they are damaged, or they hold values that are not numbers.
     """
-    found = _weights(path, revision)
-    if found is not None:
-        return file_tensors(found, path, needs=needs)
+    weights = _weights(path, revision)
+    if weights is not None:
+        return file_tensors(weights, path, needs=needs)
     index = _index(path, revision)
     if index is None:
         raise InputError(
@@ -251,17 +251,17 @@ def load_into(module: nn.Module, tensors: Mapping[str, Tensor], path: str, *, un
 
 def _compare(module: nn.Module, tensors: Mapping[str, Tensor], path: str, unused: Collection[str]) -> None:
     """Raise InputError if tensors are not those of a module."""
-    wanted, given = module.state_dict(), {name: each for name, each in tensors.items() if name not in unused}
-    both = [(name, wanted[name], given[name]) for name in sorted(wanted.keys() & given.keys())]
-    told = [
-        *_told(sorted(wanted.keys() - given.keys()), "missing"),
-        *_told(sorted(given.keys() - wanted.keys()), "not part of such a head"),
-        *_told([name for name, ours, theirs in both if ours.shape != theirs.shape], "of another shape"),
-        *_told([name for name, ours, theirs in both if _kind(ours) != _kind(theirs)], "of another kind of numbers"),
+    wanted, stored = module.state_dict(), {name: each for name, each in tensors.items() if name not in unused}
+    both = [(name, wanted[name], stored[name]) for name in sorted(wanted.keys() & stored.keys())]
+    faults = [
+        *_faults(sorted(wanted.keys() - stored.keys()), "missing"),
+        *_faults(sorted(stored.keys() - wanted.keys()), "not part of such a head"),
+        *_faults([name for name, ours, theirs in both if ours.shape != theirs.shape], "of another shape"),
+        *_faults([name for name, ours, theirs in both if _kind(ours) != _kind(theirs)], "of another kind of numbers"),
     ]
-    if told:
+    if faults:
         raise InputError(
-            f"the tensors in {path} are not those of the head that its config describes: {', '.join(told)}"
+            f"the tensors in {path} are not those of the head that its config describes: {', '.join(faults)}"
         )
 
 
@@ -270,7 +270,7 @@ def _kind(tensor: Tensor) -> str:
     return "weights" if tensor.is_floating_point() else "truths" if tensor.dtype is torch.bool else "whole numbers"
 
 
-def _told(names: Sequence[str], what: str, most: int = 3) -> list[str]:
+def _faults(names: Sequence[str], what: str, most: int = 3) -> list[str]:
     """Names with what is wrong with them; of many, the first."""
     if not names:
         return []
@@ -284,7 +284,7 @@ def _written(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _weights(path: str, revision: str | None) -> str | None:
-    return next((found for name in READ if (found := _file(path, name, revision)) is not None), None)
+    return next((place for name in READ if (place := _file(path, name, revision)) is not None), None)
 
 
 def _index(path: str, revision: str | None) -> dict[str, str] | None:
@@ -292,10 +292,10 @@ def _index(path: str, revision: str | None) -> dict[str, str] | None:
     for name in INDICES:
         if (place := _file(path, name, revision)) is None:
             continue
-        found = json_object(place, name, path).get("weight_map")
-        if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        weight_map = json_object(place, name, path).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise InputError(f"{name} of {path} must have a weight_map from tensors to files")
-        return found
+        return weight_map
     return None
 
 
@@ -310,24 +310,24 @@ def json_object(file: str, name: str, path: str) -> dict[str, Any]:
         InputError: There is none.
     """
     try:
-        found = json.loads(Path(file).read_text(encoding="utf-8"))
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
     except RecursionError as error:
         raise InputError(f"{name} of {path} cannot be read: it is nested too deeply") from error
     except (OSError, ValueError) as error:
         raise InputError(f"{name} of {path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise InputError(f"{name} of {path} must be a JSON object")
-    return found
+    return content
 
 
 def file_tensors(file: str, path: str, *, needs: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
     """The tensors of one file, or those that are needed. Arguments and errors are those of `read_tensors`."""
     read = _safe(file, path) if file.endswith(".safetensors") else _pickled(file, path)
-    found = {name: tensor for name, tensor in read.items() if needs is None or needs(name)}
-    for name, tensor in found.items():
+    tensors = {name: tensor for name, tensor in read.items() if needs is None or needs(name)}
+    for name, tensor in tensors.items():
         if reason := _unsound(tensor):
             raise InputError(f"{name} in {Path(file).name} of {path} {reason}")
-    return found
+    return tensors
 
 
 def _safe(file: str, path: str) -> dict[str, Tensor]:
@@ -353,7 +353,7 @@ def _unsound(tensor: Tensor) -> str | None:
 def _pickled(file: str, path: str) -> dict[str, Tensor]:
     """The tensors of a file of `torch.save`, without running any code of it."""
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise InputError(
             f"{Path(file).name} of {path} holds more than tensors, or is damaged, and to read it all would run code of "
@@ -363,11 +363,11 @@ def _pickled(file: str, path: str) -> dict[str, Tensor]:
         raise InputError(
             f"{Path(file).name} of {path} cannot be read as a file of tensors; get it again, or a file of safetensors"
         ) from error
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise InputError(
             f"{Path(file).name} of {path} holds other things than tensors; save the tensors alone, as safetensors"
         )
-    return {str(name): tensor for name, tensor in found.items()}
+    return {str(name): tensor for name, tensor in content.items()}
 
 
 def _file(path: str, name: str, revision: str | None) -> str | None:
@@ -377,10 +377,10 @@ def _file(path: str, name: str, revision: str | None) -> str | None:
         return place if os.path.isfile(place) else None
     check_place(path, "head", revision)
     try:
-        found = cached_file(path, name, revision=revision or "main")
+        cached = cached_file(path, name, revision=revision or "main")
     except (OSError, ValueError):
         return None
-    return None if found is None else str(found)
+    return None if cached is None else str(cached)
 
 
 @dataclass(frozen=True, kw_only=True)

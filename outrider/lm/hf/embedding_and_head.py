@@ -64,13 +64,13 @@ class EmbeddingAndHead:
         if not isinstance(whole, OutputLayer):
             raise InputError(f"the output layer of this target cannot be cut to some tokens; {LEAVE}")
         plain = whole.cut(ids)
-        own, short = whole.layer, plain.layer
-        kept = [module for module in self.modules.children() if module is not own]
+        whole_layer, short_layer = whole.layer, plain.layer
+        kept = [module for module in self.modules.children() if module is not whole_layer]
         return replace(
             self,
             head=plain if self.pack is None else plain.copied(self.pack),
             unpacked=None if self.pack is None else plain,
-            modules=nn.ModuleList(kept if short is None else [*kept, short]),
+            modules=nn.ModuleList(kept if short_layer is None else [*kept, short_layer]),
             target=f"{self.target} cut to {len(ids)} tokens",
             ids=tuple(ids),
         )
@@ -167,22 +167,22 @@ def _final_norm(model: PreTrainedModel, layers: nn.ModuleList, name: str) -> tup
     followers: list[nn.Module] = []
     final: list[Tensor] = []
 
-    def leaving(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+    def leaving(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         left.append(output[0] if isinstance(output, tuple) else output)
 
-    def following(module: nn.Module, given: tuple[Any, ...]) -> None:
-        if left and given and given[0] is left[-1]:
+    def following(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if left and inputs and inputs[0] is left[-1]:
             followers.append(module)
 
     decoder = next(module for module in model.modules() if any(child is layers for child in module.children()))
     hooks = [layers[-1].register_forward_hook(leaving)]
     hooks += [child.register_forward_pre_hook(following) for child in decoder.children()]
-    hooks.append(decoder.register_forward_hook(lambda module, given, output: final.append(output[0])))
+    hooks.append(decoder.register_forward_hook(lambda module, inputs, output: final.append(output[0])))
     try:
         tokens = torch.arange(3, 7, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
         # transformers makes a mask by values, which a model without weights does not have.
-        given = {"attention_mask": torch.zeros(1, 1, 4, 4, device="meta")} if tokens.is_meta else {}
-        logits = model(input_ids=tokens, use_cache=False, **given).logits
+        options = {"attention_mask": torch.zeros(1, 1, 4, 4, device="meta")} if tokens.is_meta else {}
+        logits = model(input_ids=tokens, use_cache=False, **options).logits
     finally:
         for hook in hooks:
             hook.remove()
@@ -194,8 +194,8 @@ def _final_norm(model: PreTrainedModel, layers: nn.ModuleList, name: str) -> tup
     if final[-1] is left[-1]:
         return _same, seen
     for module in followers:
-        found = module(left[-1])
-        if (found.is_meta and found.shape == final[-1].shape) or (not found.is_meta and torch.equal(found, final[-1])):
+        normed = module(left[-1])
+        if normed.shape == final[-1].shape if normed.is_meta else torch.equal(normed, final[-1]):
             return module, seen
     raise InputError(f"the final norm of {name} was not found, so a drafter cannot use its output layer")
 

@@ -54,24 +54,24 @@ class GenerationRules:
         ids = torch.tensor([list(prompt)], device=self.model.device)
         config = copy.copy(self.config)
         config.max_length = len(prompt) + max_new_tokens
-        made = self.model._get_logits_processor(
+        processors = self.model._get_logits_processor(
             config, input_ids_seq_length=len(prompt), encoder_input_ids=ids, device=self.model.device
         )
-        return tuple(made)
+        return tuple(processors)
 
 
 def eos_ids(model: PreTrainedModel) -> frozenset[int]:
     """The tokens that end an output."""
-    given = getattr(model.generation_config, "eos_token_id", None)
-    if given is None:
-        given = getattr(model.config, "eos_token_id", None)
-    return frozenset() if given is None else frozenset([given] if isinstance(given, int) else given)
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(model.config, "eos_token_id", None)
+    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
 
 
 def stop_strings(model: PreTrainedModel) -> tuple[str, ...]:
     """The texts that end an output."""
-    given = model.generation_config.stop_strings
-    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+    strings = model.generation_config.stop_strings
+    return () if strings is None else (strings,) if isinstance(strings, str) else tuple(strings)
 
 
 def default_sampling(model: PreTrainedModel) -> Sampling:
@@ -102,22 +102,22 @@ def rules_of(model: PreTrainedModel, vocab_size: int) -> GenerationRules | None:
         value = getattr(config, name, None)
         if value not in (None, idle):
             raise InputError(f"the target's generation config has {name}={value!r}, which is not done here; {ADVICE}")
-    given = {name: value for name in BY_PROCESSORS if (value := getattr(config, name, None)) is not None}
-    if "sequence_bias" in given and config.repetition_penalty not in (None, 1):
+    settings = {name: value for name in BY_PROCESSORS if (value := getattr(config, name, None)) is not None}
+    if "sequence_bias" in settings and config.repetition_penalty not in (None, 1):
         raise InputError(
             "the target's generation config has sequence_bias and repetition_penalty, whose order differs from "
             f"transformers' here; {ADVICE}"
         )
     ends, text, scores = sorted(eos_ids(model)), torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, vocab_size)
     try:
-        own = GenerationConfig(**given)
-        own._eos_token_tensor = torch.tensor(ends, device=model.device) if ends else None
-        rules = GenerationRules(model=model, config=own)
-        made = rules.of([0], 1)
-        for processor in made:
+        rules_config = GenerationConfig(**settings)
+        rules_config._eos_token_tensor = torch.tensor(ends, device=model.device) if ends else None
+        rules = GenerationRules(model=model, config=rules_config)
+        processors = rules.of([0], 1)
+        for processor in processors:
             scores = processor(text.to(model.device), scores.to(model.device))
     except Exception as error:
         raise InputError(f"the target's generation config cannot be followed: {error}; {ADVICE}") from error
-    if wrong := STATEFUL.intersection(type(each).__name__ for each in made):
+    if wrong := STATEFUL.intersection(type(each).__name__ for each in processors):
         raise InputError(f"the target's generation config asks for {min(wrong)}, which is not done here; {ADVICE}")
-    return rules if made else None
+    return rules if processors else None

@@ -74,8 +74,8 @@ class GgufHeader:
     @property
     def ends(self) -> list[int]:
         """The tokens that end an answer."""
-        found = [self.values[key] for key in ENDS if isinstance(self.values.get(key), int)]
-        return list(dict.fromkeys(found))
+        ids = [self.values[key] for key in ENDS if isinstance(self.values.get(key), int)]
+        return list(dict.fromkeys(ids))
 
 
 def header(file: Path) -> GgufHeader:
@@ -102,9 +102,9 @@ def gguf_config(place: CheckpointPlace) -> PreTrainedConfig:
         seen = file.stat()
         config = _config(place.folder, str(place.gguf), seen.st_size, seen.st_mtime_ns)
         kept = unpacked.keep(file, "config", config.save_pretrained, began)
-    found = copy.deepcopy(config) if kept is None else AutoConfig.from_pretrained(kept)
-    found.name_or_path, found.dtype = place.name, dtype
-    return found
+    own_config = copy.deepcopy(config) if kept is None else AutoConfig.from_pretrained(kept)
+    own_config.name_or_path, own_config.dtype = place.name, dtype
+    return own_config
 
 
 def dequantised() -> GgufConfig:
@@ -187,9 +187,9 @@ class _Reader:
 
     def number(self, code: str) -> Any:
         """The next number."""
-        [found] = struct.unpack_from(code, self.content, self.position)
+        [value] = struct.unpack_from(code, self.content, self.position)
         self.position += struct.calcsize(code)
-        return found
+        return value
 
     def text(self) -> str:
         """The next text."""

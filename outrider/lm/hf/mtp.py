@@ -50,21 +50,21 @@ def load_mtp(model: PreTrainedModel, path: str | None = None) -> Any:
     if not model._supports_sdpa:
         raise InputError(f"the multi-token-prediction layers of {name} need attention without masks of our own")
     try:
-        with _found_at(model, place):
-            found = modeling_layers.MtpModel.from_pretrained(model, device_map={"": model.device})
+        with _named_after(model, place):
+            layers = modeling_layers.MtpModel.from_pretrained(model, device_map={"": model.device})
     except Exception as error:
         lines = str(error).splitlines() or [type(error).__name__]
         raise InputError(
             f"transformers cannot load the multi-token-prediction layers of {name} from {place}: {lines[0]}"
         ) from error
-    kinds = getattr(found.config, "layer_types", None) or (None,)
+    kinds = getattr(layers.config, "layer_types", None) or (None,)
     if strange := [kind for kind in kinds if kind not in ATTENTION]:
         raise InputError(
             f"the multi-token-prediction layers of {name} are of type {strange[0]}, which keeps more than keys and "
             "values; use another drafter, such as suffix"
         )
-    found.config._attn_implementation = "sdpa"
-    return found
+    layers.config._attn_implementation = "sdpa"
+    return layers
 
 
 def behind_pattern(model: PreTrainedModel) -> str:
@@ -77,7 +77,7 @@ def behind_pattern(model: PreTrainedModel) -> str:
 
 
 @contextmanager
-def _found_at(model: PreTrainedModel, place: str) -> Iterator[None]:
+def _named_after(model: PreTrainedModel, place: str) -> Iterator[None]:
     """Inside it, the model's config names the checkpoint and the type that the weights have by now, and its MTP layers
     are known to stand behind its own layers.
     """

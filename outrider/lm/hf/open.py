@@ -97,7 +97,7 @@ def open_model(
             tensors.
     """
     warn_of_untested()
-    found = model_place(path, revision=revision)
+    checkpoint = model_place(path, revision=revision)
     if device is not None and device_map is not None:
         raise InputError("device and device_map both say where the model goes; give one of them")
     if tp_plan is not None:
@@ -121,8 +121,8 @@ def open_model(
         return _adapted(path, base, plain)
     place, kind = as_device(device), as_dtype(dtype)
     device_map = straight_to(place) if device_map is None and tp_plan is None else device_map
-    kind, quantization_config = _of_blocks(found, kind, quantization_config)
-    given = {
+    kind, quantization_config = _of_blocks(checkpoint, kind, quantization_config)
+    options = {
         "device_map": device_map,
         "quantization_config": quantization_config,
         "attn_implementation": attn_implementation,
@@ -133,9 +133,9 @@ def open_model(
     }
     config, began = None, time.time_ns()
     try:
-        config = _config(found, revision, trust_remote_code)
-        _tell(found, config, kind)
-        model, loaded = _loaded(found, config, given, began)
+        config = _config(checkpoint, revision, trust_remote_code)
+        _log_loading(checkpoint, config, kind)
+        model, loaded = _loaded(checkpoint, config, options, began)
     except InputError:
         raise
     except (AttributeError, TypeError, AssertionError, ValueError) as error:
@@ -156,12 +156,12 @@ def open_model(
         or (model.device.type == place.type and getattr(model, "is_quantized", False))
     )
     model = model.eval() if stays else model.to(place).eval()
-    note_files(model, weight_files(found, revision), began)
+    note_files(model, weight_files(checkpoint, revision), began)
     return model
 
 
 def _loaded(
-    place: CheckpointPlace, config: PreTrainedConfig, given: Mapping[str, Any], began: int
+    place: CheckpointPlace, config: PreTrainedConfig, options: Mapping[str, Any], began: int
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """A model, and what transformers tells of its loading.
 
@@ -169,12 +169,12 @@ def _loaded(
     memory.
     """
     if place.file is None:
-        return _read(config, place.folder, given)
-    plain = {**given, "config": config, "quantization_config": None}
-    dtype = str(given["dtype"])
+        return _read(config, place.folder, options)
+    plain = {**options, "config": config, "quantization_config": None}
+    dtype = str(options["dtype"])
     kept = unpacked.kept(place.file, dtype)
     if kept is None:
-        blocks = {"gguf_file": place.gguf, "quantization_config": given["quantization_config"]}
+        blocks = {"gguf_file": place.gguf, "quantization_config": options["quantization_config"]}
         model, loaded = _read(config, place.folder, plain | blocks)
         as_plain(model, place)
         whole = mismatch(model, loaded) is None
@@ -185,16 +185,18 @@ def _loaded(
     return as_plain(model, place), loaded
 
 
-def _read(config: PreTrainedConfig, folder: str, given: Mapping[str, Any]) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+def _read(
+    config: PreTrainedConfig, folder: str, options: Mapping[str, Any]
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """A model, and what transformers tells of its loading. Options that are None are left out."""
-    found: tuple[PreTrainedModel, Mapping[str, Any]] = opener(config).from_pretrained(
+    model_and_report: tuple[PreTrainedModel, Mapping[str, Any]] = opener(config).from_pretrained(
         folder,
         # Otherwise it raises where shapes differ, and names none of them.
         ignore_mismatched_sizes=True,
         output_loading_info=True,
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name, value in options.items() if value is not None},
     )
-    return found
+    return model_and_report
 
 
 def weight_files(place: CheckpointPlace, revision: str | None) -> list[Path]:
@@ -254,7 +256,7 @@ def level_of(model: PreTrainedModel) -> int:
     return logging.INFO if sum(weight.nbytes for weight in model.parameters()) >= LARGE else logging.DEBUG
 
 
-def _tell(place: CheckpointPlace, config: PreTrainedConfig, dtype: str | torch.dtype) -> None:
+def _log_loading(place: CheckpointPlace, config: PreTrainedConfig, dtype: str | torch.dtype) -> None:
     """Say in the log what is loaded, from where, and in which dtype."""
     kind = config.dtype if dtype == "auto" else dtype
     head = None if place.file is None else header(place.file)
@@ -375,12 +377,12 @@ def mismatch(model: PreTrainedModel, loaded: Mapping[str, Any]) -> str | None:
         f"{name} is {tuple(stored)} instead of {tuple(wanted)}"
         for name, stored, wanted in sorted(loaded["mismatched_keys"])
     ]
-    said = [
+    faults = [
         *([f"{_some(missing)} {_are(missing)} missing"] if missing else []),
         *([f"{_some(unexpected)} {_are(unexpected)} not part of the model"] if unexpected else []),
         *([_some(shapes)] if shapes else []),
     ]
-    return ", ".join(said) or None
+    return ", ".join(faults) or None
 
 
 def _are(names: Sequence[str]) -> str:
@@ -397,16 +399,16 @@ def reason_of(error: Exception) -> str:
     """The message of another library's error, in one line."""
     text = f"{error} is unknown or missing" if isinstance(error, KeyError) else str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
-    said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}..."
+    reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]}..."
 
 
 def _config(place: CheckpointPlace, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
     """The config of a place. Raises InputError for sizes of no model, and otherwise what transformers raises."""
     if place.gguf is not None:
-        found = gguf_config(place)
-        check_sizes(found.to_dict(), place.name)
-        return found
+        config = gguf_config(place)
+        check_sizes(config.to_dict(), place.name)
+        return config
     try:
         whole, _ = PreTrainedConfig.get_config_dict(place.folder, revision=revision or "main")
     except Exception:
@@ -430,23 +432,23 @@ def check_sizes(config: object, path: str) -> None:
                 )
 
 
-def as_dtype(given: str | torch.dtype) -> str | torch.dtype:
+def as_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     """The dtype of a name; `auto` stays as it is."""
-    if not isinstance(given, str) or given == "auto":
-        return given
-    if given not in DTYPES:
-        raise InputError(f"unknown dtype {given!r}; available: auto, {', '.join(DTYPES)}")
-    return DTYPES[given]
+    if not isinstance(dtype, str) or dtype == "auto":
+        return dtype
+    if dtype not in DTYPES:
+        raise InputError(f"unknown dtype {dtype!r}; available: auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
 
 
-def as_device(given: str | torch.device | None) -> torch.device:
+def as_device(device: str | torch.device | None) -> torch.device:
     """A device that tensors can be on; by default the GPU where there is one."""
     try:
-        place = torch.device("cuda" if torch.cuda.is_available() else "cpu") if given is None else torch.device(given)
+        place = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
         torch.zeros(1, device=place).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0].split(". ")[0][:LONGEST_REASON]
-        raise InputError(f"device {shown(str(given))} cannot be used: {reason}") from error
+        raise InputError(f"device {shown(str(device))} cannot be used: {reason}") from error
     return place
 
 

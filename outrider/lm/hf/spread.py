@@ -26,8 +26,8 @@ def is_dispatched(module: nn.Module) -> bool:
 
 def device_of(layer: nn.Module) -> torch.device | None:
     """Where a layer is; None if its weights are elsewhere until it runs."""
-    found = (weight.device for weight in layer.parameters())
-    return next((device for device in found if device.type != "meta"), None)
+    devices = (weight.device for weight in layer.parameters())
+    return next((device for device in devices if device.type != "meta"), None)
 
 
 def is_spread(layers: nn.ModuleList | None) -> bool:
@@ -40,16 +40,16 @@ def is_spread(layers: nn.ModuleList | None) -> bool:
     return layers is not None and len({device_of(layer) for layer in layers} - {None}) > 1
 
 
-def check_devices(model: PreTrainedModel, found: set[torch.device], *, alone: bool = False) -> None:
+def check_devices(model: PreTrainedModel, devices: set[torch.device], *, alone: bool = False) -> None:
     """Raise InputError if a model is on several devices and nothing moves its hidden states between them.
 
     Args:
-        found: Where its keys and values are.
+        devices: Where its keys and values are.
         alone: Whether it has to be on one device.
     """
-    if found == {model.device} or (is_dispatched(model) and not alone):
+    if devices == {model.device} or (is_dispatched(model) and not alone):
         return
-    where = ", ".join(sorted({str(model.device), *map(str, found)}))
+    where = ", ".join(sorted({str(model.device), *map(str, devices)}))
     if alone:
         raise InputError(f"a model with recurrent layers must be on one device, got {where}; leave out device_map")
     raise InputError(

@@ -47,8 +47,8 @@ def refusal(
     anatomy = model_or_config if isinstance(model_or_config, Anatomy) else Anatomy.of(model_or_config)
     if anatomy.kind is None:
         return _encoder(anatomy) or f"{anatomy.name} is no causal language model that transformers knows"
-    found = (check(anatomy, anatomy.kind) for check in REFUSALS.values())
-    return next((reason for reason in found if reason is not None), None) or _too_long(anatomy, max_context)
+    reasons = (check(anatomy, anatomy.kind) for check in REFUSALS.values())
+    return next((reason for reason in reasons if reason is not None), None) or _too_long(anatomy, max_context)
 
 
 def _encoder(model: Anatomy, kind: type[PreTrainedModel] | None = None) -> str | None:
@@ -185,8 +185,8 @@ def _processes(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
 
 
 def _outliers(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
-    given = getattr(model.config, "quantization_config", None) or {}
-    settings = given if isinstance(given, Mapping) else given.to_dict()
+    quantization = getattr(model.config, "quantization_config", None) or {}
+    settings = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
     if settings.get("load_in_8bit") and settings.get("llm_int8_threshold", 6.0) > 0:
         return (
             "bitsandbytes' 8-bit layers look for outliers in all tokens of a forward, so draft tokens would change the "

@@ -61,10 +61,10 @@ def _source_of(tokenizer: PreTrainedTokenizerBase) -> Path | None:
     if Path(place).is_dir():
         return Path(place) if (Path(place) / CONFIG).is_file() else None
     try:
-        found = cached_file(place, CONFIG, local_files_only=True) if place else None
+        cached = cached_file(place, CONFIG, local_files_only=True) if place else None
     except (OSError, ValueError):
         return None
-    return None if found is None else Path(found).parent
+    return None if cached is None else Path(cached).parent
 
 
 def _rename_for_version_4(file: Path) -> None:

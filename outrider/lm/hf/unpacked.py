@@ -31,8 +31,8 @@ def kept(file: Path, what: str) -> Path | None:
     """
     folder = _folder(file, what)
     try:
-        found = json.loads(files.read(folder / SOURCE))
-        return folder if found == _source(file, what) else None
+        written_from = json.loads(files.read(folder / SOURCE))
+        return folder if written_from == _source(file, what) else None
     except (OSError, ValueError):
         return None
 

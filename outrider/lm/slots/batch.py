@@ -126,12 +126,12 @@ class ForwardBatch:
         Raises:
             ValueError: Some segments have features and some have none.
         """
-        given = [s.features for s in self.segments if s.features is not None]
-        if not given:
+        parts = [s.features for s in self.segments if s.features is not None]
+        if not parts:
             return None
-        if len(given) < len(self.segments):
+        if len(parts) < len(self.segments):
             raise ValueError("some segments of one forward have features and some have none")
-        return self._padded(joined([f.to(device, dtype, non_blocking=True) for f in given], given[0]), device)
+        return self._padded(joined([f.to(device, dtype, non_blocking=True) for f in parts], parts[0]), device)
 
     def all_nodes(self, values: Float[Tensor, "rows width dim"]) -> Float[Tensor, "nodes dim"]:
         """Values of all new nodes, packed in the caller's order of segments."""

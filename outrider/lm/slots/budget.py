@@ -72,12 +72,12 @@ def shares_of(layers: Mapping[int, Layer], device: torch.device) -> dict[torch.d
         >>> shares_of({0: first, 1: second, 2: second, 3: second}, torch.device("cuda", 0))
         {device(type='cuda', index=0): 0.25, device(type='cuda', index=1): 0.75}
     """
-    found: dict[torch.device, int] = {}
+    num_bytes: dict[torch.device, int] = {}
     for layer in layers.values():
         place = layer.device or device
-        found[place] = found.get(place, 0) + layer.num_bytes
-    whole = sum(found.values())
-    return {place: count / whole for place, count in found.items()} or {device: 1.0}
+        num_bytes[place] = num_bytes.get(place, 0) + layer.num_bytes
+    whole = sum(num_bytes.values())
+    return {place: count / whole for place, count in num_bytes.items()} or {device: 1.0}
 
 
 def available_over(shares: Mapping[torch.device, float], activations: int = 0) -> int | None:
@@ -85,8 +85,8 @@ def available_over(shares: Mapping[torch.device, float], activations: int = 0) -
 
     None if no device knows. Processes that hold one target together count on as much as the fullest of them has.
     """
-    found = {device: available_bytes(device, activations) for device in shares}
-    known = [int(free / shares[device]) for device, free in found.items() if free is not None]
+    free_bytes = {device: available_bytes(device, activations) for device in shares}
+    known = [int(free / shares[device]) for device, free in free_bytes.items() if free is not None]
     return least(min(known, default=None))
 
 

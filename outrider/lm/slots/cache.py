@@ -85,8 +85,8 @@ class Probe:
     def of_values(cls, values: Sequence[Sequence[Any]]) -> "Probe":
         """What `values` returned."""
         probe = cls()
-        for index, keys, own, device in values:
-            shapes = [StateShape(heads=each[0], dim=each[1], dtype=getattr(torch, each[2][6:])) for each in (keys, own)]
+        for index, *both, device in values:
+            shapes = [StateShape(heads=each[0], dim=each[1], dtype=getattr(torch, each[2][6:])) for each in both]
             probe.layers[index] = Layer(keys=shapes[0], values=shapes[1], device=torch.device(device))
         return probe
 

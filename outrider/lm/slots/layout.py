@@ -76,10 +76,10 @@ class NodeOrder:
             [[1, 2], [0, 0]]
         """
         order = np.asarray(rows)
-        own = counts[order]
-        first = np.cumsum(own) - own
+        row_counts = counts[order]
+        first = np.cumsum(row_counts) - row_counts
         begin = np.empty_like(first)
         begin[order] = first
         nodes = begin[:, None] + np.minimum(np.arange(width), counts[:, None] - 1)
-        places = np.repeat(order * width - first, own) + np.arange(int(own.sum()))
+        places = np.repeat(order * width - first, row_counts) + np.arange(int(row_counts.sum()))
         return cls(nodes=nodes, places=places, first=first)

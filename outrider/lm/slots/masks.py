@@ -87,14 +87,14 @@ def look(
         marks[rows, columns, nodes] = True
         nodes = parents[rows, nodes]
         rows, columns, nodes = rows[nodes >= 0], columns[nodes >= 0], nodes[nodes >= 0]
-    for r, said in enumerate(sees):
-        if said is not None:
-            if said.shape != (counts[r], len(pendings[r])):
+    for r, visible in enumerate(sees):
+        if visible is not None:
+            if visible.shape != (counts[r], len(pendings[r])):
                 raise ValueError(
                     f"sees must be of shape {(int(counts[r]), len(pendings[r]))}, one line per new node and one column "
-                    f"per pending node, got {said.shape}"
+                    f"per pending node, got {visible.shape}"
                 )
-            marks[r, :, : said.shape[1]] = said[np.minimum(np.arange(width), counts[r] - 1)]
+            marks[r, :, : visible.shape[1]] = visible[np.minimum(np.arange(width), counts[r] - 1)]
     within = np.where(plain[:, None], 0, numbers)
     positions = behind + np.where(plain[:, None], numbers, np.take_along_axis(depths, within, axis=1))
     return VisibleKeys(
@@ -181,7 +181,7 @@ class MaskBuilder:
     def chained(self, positions: Int[Tensor, "steps rows width"], views: Sequence[int]) -> Sequence[object]:
         """The masks of several forwards without sights. They are parts of one tensor if all read as many keys."""
         if self.blocks or len(set(views)) > 1:
-            return [self.masks(None, own, view) for own, view in zip(positions, views, strict=True)]
+            return [self.masks(None, step, view) for step, view in zip(positions, views, strict=True)]
         together, sizes = self.masks(None, positions.flatten(0, 1), views[0]), positions.shape[:2]
         if isinstance(together, Tensor):
             return together.unflatten(0, sizes).unbind(0)

@@ -247,10 +247,10 @@ class Slots(SlotTable[Slot]):
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget committed tokens from `length` on, and all pending nodes."""
-        own = self[slot]
-        if not 0 <= length <= own.length:
-            raise ValueError(f"slot {slot} has {own.length} committed tokens, cannot keep {length}")
-        own.length, own.pending = length, _chain(0)
+        state = self[slot]
+        if not 0 <= length <= state.length:
+            raise ValueError(f"slot {slot} has {state.length} committed tokens, cannot keep {length}")
+        state.length, state.pending = length, _chain(0)
         self.cache.shorten(slot, length)
 
     def commit(self, paths: Mapping[int, Sequence[int]]) -> None:
@@ -261,22 +261,22 @@ class Slots(SlotTable[Slot]):
         """
         moves = {}
         for slot, path in paths.items():
-            own = self[slot]
-            if not own.pending.is_path(path):
+            state = self[slot]
+            if not state.pending.is_path(path):
                 raise ValueError(f"{list(path)} is no path from the root through the pending nodes of slot {slot}")
-            if own.pending.chain:
+            if state.pending.chain:
                 continue
             nodes, places = np.asarray(path, dtype=np.int64), np.arange(len(path))
             away = nodes != places
             if away.any():
-                moves[slot] = (own.length + nodes[away], own.length + places[away])
+                moves[slot] = (state.length + nodes[away], state.length + places[away])
         if moves:
             with torch.inference_mode():
                 self.cache.move(moves)
         for slot, path in paths.items():
-            own = self[slot]
-            own.length, own.pending = own.length + len(path), _chain(0)
-            self.cache.shorten(slot, own.length)
+            state = self[slot]
+            state.length, state.pending = state.length + len(path), _chain(0)
+            self.cache.shorten(slot, state.length)
 
     def copy(self, source: int, length: int) -> int:
         """A new slot with the first `length` committed tokens of another. Raises RuntimeError when no slot is free."""
@@ -306,12 +306,12 @@ class Slots(SlotTable[Slot]):
         Raises:
             RuntimeError: The slot would hold more than `max_context` tokens.
         """
-        own = self[slot]
-        pending = own.pending.grown(count, parents)
-        deepest = own.length + 1 + int(pending.depths.max(initial=-1))
-        if deepest > self.max_context or own.used + count > self.max_context + BRANCHES:
+        state = self[slot]
+        pending = state.pending.grown(count, parents)
+        deepest = state.length + 1 + int(pending.depths.max(initial=-1))
+        if deepest > self.max_context or state.used + count > self.max_context + BRANCHES:
             raise RuntimeError(
-                f"slot {slot} holds {own.length} committed and {len(own.pending)} pending tokens; "
+                f"slot {slot} holds {state.length} committed and {len(state.pending)} pending tokens; "
                 f"{count} more pass max_context={self.max_context}"
             )
         return pending

@@ -249,15 +249,15 @@ class SlottedLM(OverSlots[Slot]):
         if any(not 0 <= k < self.num_taps for k in taps):
             raise ValueError(f"taps must be in 0..{self.num_taps - 1}, got {list(taps)}")
         grown = self._slots.grown(segments)
-        given = [s for s in segments if s.tokens.shape[0]]
-        if not given:
+        filled = [s for s in segments if s.tokens.shape[0]]
+        if not filled:
             return self._empty(taps)
         apart: Sequence[int] = ()
-        price, most = self._price, len(given) * self._slots.cache.capacity
-        if price is not None and len(given) > 1 and most > price.least:
-            apart = self._apart(given, grown, price)
-        extension = self._parted(given, grown, taps, apart) if apart else self._run(self._batch(given), grown, taps)
-        for segment in given:
+        price, most = self._price, len(filled) * self._slots.cache.capacity
+        if price is not None and len(filled) > 1 and most > price.least:
+            apart = self._apart(filled, grown, price)
+        extension = self._parted(filled, grown, taps, apart) if apart else self._run(self._batch(filled), grown, taps)
+        for segment in filled:
             self._slots.keep(segment.slot, grown[segment.slot])
         return extension
 
@@ -307,13 +307,13 @@ class SlottedLM(OverSlots[Slot]):
             [start + np.array(s.wanted, dtype=np.int64) for start, s in zip(order.first, by_caller, strict=True)]
         )
         positions = sight.positions
-        seen_from, nodes, at, where_at, own = upload(
+        seen_from, nodes, at, where_at, node_positions = upload(
             [positions, order.nodes, places, where, positions.ravel()[places]], self.device
         )
         view = cache.view(max(used))
         return Inputs(
             batch=Padded(ids=torch.cat([tokens, tokens[-1:].expand(len(more))])[None], vectors=None),
-            positions=own[None],
+            positions=node_positions[None],
             masks=self._builder.masks(sight, seen_from, view),
             window=cache.window(slots, where_at, view),
             columns=np.concatenate([columns, np.zeros(max(0, self.pad_to - len(columns)), dtype=np.int64)]),
@@ -329,46 +329,46 @@ class SlottedLM(OverSlots[Slot]):
         inputs = self._unpadded_inputs(batch, grown) if self._runs_unpadded(batch, ()) else self._inputs(batch, grown)
         return torch.inference_mode()(lambda: self._forward(inputs, ()))
 
-    def _batch(self, given: Sequence[Segment]) -> ForwardBatch:
+    def _batch(self, segments: Sequence[Segment]) -> ForwardBatch:
         """The batch of a forward over segments that are not empty."""
-        slots, cache = [s.slot for s in given], self.cache
-        if (width := self._common_width(given, len(given))) is not None:
+        slots, cache = [s.slot for s in segments], self.cache
+        if (width := self._common_width(segments, len(segments))) is not None:
             cache.gather_in_front(slots)
-            return ForwardBatch.of(given, cache.row, lambda _: width)
+            return ForwardBatch.of(segments, cache.row, lambda _: width)
         cache.gather(slots)
-        return ForwardBatch.of(given, cache.row, self._width)
+        return ForwardBatch.of(segments, cache.row, self._width)
 
-    def _common_width(self, given: Sequence[Segment], rows: int) -> int | None:
+    def _common_width(self, segments: Sequence[Segment], rows: int) -> int | None:
         """Columns of a forward over these segments, if it is replayed with so many rows; otherwise None."""
-        if self._replaying is None or not any(s.num_wanted for s in given):
+        if self._replaying is None or not any(s.num_wanted for s in segments):
             return None
-        return self._replayed_width(max(s.tokens.shape[0] for s in given), rows)
+        return self._replayed_width(max(s.tokens.shape[0] for s in segments), rows)
 
-    def _apart(self, given: Sequence[Segment], grown: Mapping[int, Pending], price: ForwardPrice) -> Sequence[int]:
+    def _apart(self, segments: Sequence[Segment], grown: Mapping[int, Pending], price: ForwardPrice) -> Sequence[int]:
         """Which segments get a forward of their own, because their slots are much longer than the others; often none.
 
         Replayed forwards stay among the few sizes that are recorded.
         """
-        used = [self._slots[s.slot].length + len(grown[s.slot]) for s in given]
-        replayed = self._common_width(given, len(given)) is not None
-        longest = sorted(range(len(given)), key=lambda i: -used[i])
+        used = [self._slots[s.slot].length + len(grown[s.slot]) for s in segments]
+        replayed = self._common_width(segments, len(segments)) is not None
+        longest = sorted(range(len(segments)), key=lambda i: -used[i])
         views = [self.cache.view(used[i], doubling=replayed) for i in longest]
         return sorted(longest[: rows_apart(views, price.keys(replayed=replayed), replayed=replayed)])
 
     def _parted(
-        self, given: Sequence[Segment], grown: Mapping[int, Pending], taps: Sequence[int], apart: Sequence[int]
+        self, segments: Sequence[Segment], grown: Mapping[int, Pending], taps: Sequence[int], apart: Sequence[int]
     ) -> Extension:
         """The results of two forwards, the first of them over the segments `apart`."""
-        cache, parts = self.cache, [apart, [i for i in range(len(given)) if i not in apart]]
-        segments = [[given[i] for i in part] for part in parts]
-        widths = [self._common_width(part, len(given)) for part in segments]
-        slots = [[s.slot for s in part] for part in segments]
+        cache, parts = self.cache, [apart, [i for i in range(len(segments)) if i not in apart]]
+        parted = [[segments[i] for i in part] for part in parts]
+        widths = [self._common_width(part, len(segments)) for part in parted]
+        slots = [[s.slot for s in part] for part in parted]
         cache.line_up(slots[0], slots[1], in_front=any(width is not None for width in widths))
         extensions = []
-        for part, width in zip(segments, widths, strict=True):
+        for part, width in zip(parted, widths, strict=True):
             columns = self._width if width is None else lambda _, width=width: width
             extensions.append(self._run(ForwardBatch.of(part, cache.row, columns), grown, taps))
-        return in_order(extensions, parts, given)
+        return in_order(extensions, parts, segments)
 
     @property
     def replays(self) -> bool:

@@ -85,7 +85,7 @@ def in_order(extensions: Sequence[Extension], parts: Sequence[Sequence[int]], se
     counts = [[segments[i].tokens.shape[0] for i in part] for part in parts]
 
     def packed(values: Sequence[torch.Tensor], sizes: Sequence[list[int]]) -> torch.Tensor:
-        pieces = [piece for each, own in zip(values, sizes, strict=True) for piece in each.split(own)]
+        pieces = [piece for each, split_sizes in zip(values, sizes, strict=True) for piece in each.split(split_sizes)]
         places = [i for part in parts for i in part]
         return torch.cat([piece for _, piece in sorted(zip(places, pieces, strict=True), key=lambda pair: pair[0])])
 
