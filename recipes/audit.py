@@ -74,7 +74,7 @@ def main(
 ) -> None:
     """Check the pinned versions."""
     try:
-        python = AUDITOR.made(environments).python
+        python = AUDITOR.ready(environments).python
     except CannotMake as error:
         print(f"pip-audit cannot be installed here, so no version was checked: {error}")
         return

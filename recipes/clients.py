@@ -150,7 +150,7 @@ def _python(client: Client, environments: Path) -> Path:
         if shutil.which(client.program) is None:
             raise CannotMake(f"there is no command {client.program} on this machine")
         return Path(sys.executable)
-    return client.environment.made(environments).python
+    return client.environment.ready(environments).python
 
 
 def _variables() -> dict[str, str]:

@@ -211,7 +211,7 @@ def there(plan: Plan, prompts: Sequence[list[int]], mode: str, drafter: Path | N
         Stopped: It ended, which is how it refuses a drafter.
         Refused: It failed while it decoded.
     """
-    room = engine.environment.made(plan.environments) if engine.environment else None
+    room = engine.environment.ready(plan.environments) if engine.environment else None
     target, draft = (
         converted(engine, room, place, plan.environments, plan.dtype) if engine.convert else place.absolute()
         for place in (EMBEDDED_TARGET, drafter or EMBEDDED_TARGET)

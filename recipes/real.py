@@ -123,7 +123,7 @@ def server_of_llama(environments: Path) -> tuple[Path, Path]:
     Raises:
         CannotMake: The environment or the server cannot be made.
     """
-    room = OUTSIDE["llama"].environment.made(environments)  # type: ignore[union-attr]
+    room = OUTSIDE["llama"].environment.ready(environments)  # type: ignore[union-attr]
     sources, build = room.place / "llama" / "vendor" / "llama.cpp", room.place / "server"
     server = build / "bin" / "llama-server"
     if not server.is_file():
@@ -163,7 +163,7 @@ def environments_of(folder: Path) -> tuple[dict[str, Path], list[CommandRun]]:
         print(f"{name}: its environment", flush=True)
         said, status = [], 0
         try:
-            pythons[name] = environment.made(folder).python
+            pythons[name] = environment.ready(folder).python
         except CannotMake as error:
             said, status = [str(error)], 1
         seconds = time.monotonic() - began

@@ -74,13 +74,13 @@ class Pairs:
 
     def by_position(self) -> list[RowAgreement]:
         """Rows that follow the text itself, by where in it they stand."""
-        direct, first, size, found = self.depths == 1, 0, FIRST_POSITIONS, []
+        direct, first, size, rows = self.depths == 1, 0, FIRST_POSITIONS, []
         while (direct & (self.positions >= first)).any():
             here = direct & (self.positions >= first) & (self.positions < first + size)
             if here.any():
-                found.append(self.mean(f"{first}-{first + size - 1}", here))
+                rows.append(self.mean(f"{first}-{first + size - 1}", here))
             first, size = first + size, max(size, first + size)
-        return found
+        return rows
 
 
 def compare_rows(draft: Draft, target_rows: Float[Tensor, "nodes vocab"], positions: Int[np.ndarray, " n"]) -> Pairs:
@@ -272,15 +272,15 @@ def run_freely(
     for id in ids:
         watched.cancel(id)
     watched.rest()
-    drafted = max((made.num_draft_tokens for made in steps), default=0)
-    judged = sum(min(made.num_accepted_tokens + 1, made.num_draft_tokens) for made in steps)
-    accepted = sum(made.num_accepted_tokens for made in steps)
+    drafted = max((step.num_draft_tokens for step in steps), default=0)
+    judged = sum(min(step.num_accepted_tokens + 1, step.num_draft_tokens) for step in steps)
+    accepted = sum(step.num_accepted_tokens for step in steps)
     return FreeRun(
         num_steps=len(steps),
-        num_draft_tokens=sum(made.num_draft_tokens for made in steps),
+        num_draft_tokens=sum(step.num_draft_tokens for step in steps),
         num_accepted_tokens=accepted,
         acceptance=accepted / judged if judged else 0.0,
-        unconditional=[sum(made.num_accepted_tokens > i for made in steps) / len(steps) for i in range(drafted)],
+        unconditional=[sum(step.num_accepted_tokens > i for step in steps) / len(steps) for i in range(drafted)],
         conditional=conditional_acceptance(steps),
         block_efficiency=block_efficiency(steps),
         rows=_joined(seen).by_depth() if seen else [],

@@ -37,18 +37,18 @@ def circumstances(arguments: Mapping[str, object]) -> dict[str, Any]:
     }
 
 
-def sentence(recipe: str, made: Mapping[str, Any]) -> str:
+def sentence(recipe: str, circumstances: Mapping[str, Any]) -> str:
     """The circumstances in a line for people.
 
     Args:
         recipe: A recipe's name, or a command of `outrider`.
     """
     command = recipe if recipe.startswith("outrider ") else f"python -m recipes {recipe}"
-    versions = ", ".join(f"{name} {made['versions'][name]}" for name in ("torch", "transformers", "outrider"))
-    changed = ", with uncommitted changes" if made["uncommitted_changes"] else ""
+    versions = ", ".join(f"{name} {circumstances['versions'][name]}" for name in ("torch", "transformers", "outrider"))
+    changed = ", with uncommitted changes" if circumstances["uncommitted_changes"] else ""
     return (
-        f"`{command}`: {made['cpu']}, {made['threads']} threads; {versions} "
-        f"({made['commit']}{changed}); {made['date']}."
+        f"`{command}`: {circumstances['cpu']}, {circumstances['threads']} threads; {versions} "
+        f"({circumstances['commit']}{changed}); {circumstances['date']}."
     )
 
 

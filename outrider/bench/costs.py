@@ -102,8 +102,8 @@ def measure_costs(engine: Engine, *, rounds: int = 3, num_requests: int = 1, unt
             for turn in range(-WARM_UP, turns):
                 if until.passed and (steps or turn > 0):
                     break
-                made = [bench.step(kind) for kind in kinds]
-                steps += [step for step in made if step is not None and turn >= 0]
+                timed = [bench.step(kind) for kind in kinds]
+                steps += [step for step in timed if step is not None and turn >= 0]
                 bar.advance(len(kinds))
     finally:
         bench.close()

@@ -52,13 +52,13 @@ class Aspect:
 
 def compare_sides(target: Side, draft: Side) -> list[Aspect]:
     """Tokenizers and configs of a target and a draft model, thing by thing."""
-    found = [_vocabulary(target, draft)]
+    aspects = [_vocabulary(target, draft)]
     if target.tokenizer is not None and draft.tokenizer is not None:
         ours, theirs = target.tokenizer, draft.tokenizer
         added = [{token: i for i, token in _added(side).items()} for side in (ours, theirs)]
         templates = [side.chat_template or "" for side in (ours, theirs)]
         shown = [f"{len(template)} characters" if template else "none" for template in templates]
-        found += [
+        aspects += [
             _aspect(
                 "special tokens",
                 ours.special_tokens_map,
@@ -88,8 +88,8 @@ def compare_sides(target: Side, draft: Side) -> list[Aspect]:
     )
     texts = [side.config.get_text_config(decoder=True) for side in (target, draft)]
     for name, field, means in rows:
-        found.append(_aspect(name, getattr(texts[0], field, None), getattr(texts[1], field, None), means))
-    return found
+        aspects.append(_aspect(name, getattr(texts[0], field, None), getattr(texts[1], field, None), means))
+    return aspects
 
 
 def _aspect(name: str, target: object, draft: object, means: str) -> Aspect:

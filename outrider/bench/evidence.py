@@ -70,7 +70,7 @@ class Sums:
         prompts, seeds = sorted(categories), sorted({each["seed"] for each in rows})
         self.num_prompts = len(prompts)
         self._units = [(prompt, seed) for prompt in prompts for seed in seeds]
-        if not rows or any(set(own) != set(self._units) for own in cells.values()):
+        if not rows or any(set(runs) != set(self._units) for runs in cells.values()):
             raise InputError("every method needs a run of every prompt with every seed; the rows are not complete")
         self.methods, self._cells = list(cells), cells
         draw = _crossed if crossed else _weights
@@ -80,14 +80,14 @@ class Sums:
 
     def half(self, odd: bool) -> "Sums":
         """The same resamples of every other prompt only."""
-        found = copy.copy(self)
-        found._weights = self._weights * (self._odd == odd)
-        return found
+        halved = copy.copy(self)
+        halved._weights = self._weights * (self._odd == odd)
+        return halved
 
     def get(self, method: str, name: str) -> Float[np.ndarray, " samples"]:
         """Sum of a field."""
-        own = self._cells[method]
-        return self._weights @ np.array([own[unit][name] for unit in self._units], dtype=float)
+        runs = self._cells[method]
+        return self._weights @ np.array([runs[unit][name] for unit in self._units], dtype=float)
 
     def ratio(self, method: str, over: str, under: str) -> Float[np.ndarray, " samples"]:
         """Sum of one field over the sum of another."""

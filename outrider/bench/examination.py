@@ -115,10 +115,10 @@ class Judge:
             raise InputError("the doctor examines heads of transformers models, and this target is none")
         begun = [engine.encode(prompt) for prompt in prompts]
         samplings = [Sampling(temperature=1.0, seed=i) for i in range(len(begun))]
-        said = engine.plain().generate(begun, max_new_tokens=max_new_tokens, sampling=samplings)
+        outputs = engine.plain().generate(begun, max_new_tokens=max_new_tokens, sampling=samplings)
         documents = [
             Document(tokens=np.array([*prompt, *output.tokens]), start=len(prompt))
-            for prompt, output in zip(begun, said, strict=True)
+            for prompt, output in zip(begun, outputs, strict=True)
             if len(output.tokens) > DEPTH + 1
         ]
         if not documents:
@@ -151,8 +151,8 @@ class Judge:
         with torch.no_grad():
             judged = objective.eval().judged(self.batch, DEPTH)
         accepted = np.exp(np.cumsum(np.minimum(judged.log_ratios.astype(np.float64), 0), 1))
-        found: Float[np.ndarray, " places"] = 1 + accepted.sum(1)
-        return found
+        num_tokens: Float[np.ndarray, " places"] = 1 + accepted.sum(1)
+        return num_tokens
 
 
 def examine(place: str, judge: Judge) -> Examination:
@@ -194,16 +194,16 @@ def _readings(
     try:
         head = trained.spec.head.load(trained.checkpoint, info, trained)
     except InputError as error:
-        told = list(_answers(trained, str(error), tokenizer))
-        if not told or answered == len(FLAGS):
+        answers = list(_answers(trained, str(error), tokenizer))
+        if not answers or answered == len(FLAGS):
             raise
         refusals = []
-        for each in told:
+        for each in answers:
             try:
                 yield from _readings(each, info, tokenizer, answered + 1)
             except InputError as refusal:
                 refusals.append(refusal)
-        if len(refusals) == len(told):
+        if len(refusals) == len(answers):
             raise
         return
     yield head, trained
@@ -211,8 +211,8 @@ def _readings(
 
 def with_answer(trained: TrainedHead, name: str, value: object) -> TrainedHead:
     """The same head, told one thing more."""
-    told: dict[str, Any] = {name: value}
-    return replace(trained, **told)
+    answer: dict[str, Any] = {name: value}
+    return replace(trained, **answer)
 
 
 def _answers(trained: TrainedHead, question: str, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[TrainedHead]:
@@ -222,8 +222,8 @@ def _answers(trained: TrainedHead, question: str, tokenizer: PreTrainedTokenizer
         if name in open_ones and f"{name}=" in question:
             yield from (with_answer(trained, name, value) for value in (True, False))
             return
-    if "taps" in open_ones and (told := re.findall(r"taps=(\d[\dx]*)", question)):
-        yield from (with_answer(trained, "taps", tuple(map(int, each.split("x")))) for each in told)
+    if "taps" in open_ones and (choices := re.findall(r"taps=(\d[\dx]*)", question)):
+        yield from (with_answer(trained, "taps", tuple(map(int, each.split("x")))) for each in choices)
     elif "mask_token_id" in open_ones and "mask_token_id=" in question and tokenizer is not None:
         ids = (tokenizer.mask_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
         yield from (with_answer(trained, "mask_token_id", each) for each in sorted({i for i in ids if i is not None}))
@@ -238,15 +238,15 @@ def _questions(
     others = [each for each, _, _ in measured if each != best]
     every = [each.name for each in fields(best)]
     names = [name for name in every if any(getattr(best, name) != getattr(other, name) for other in others)]
-    told = ",".join(f"{name}={_text(getattr(best, name))}" for name in names)
+    answer = ",".join(f"{name}={_text(getattr(best, name))}" for name in names)
     figures = [float(tokens.mean()) for _, tokens, _ in measured if tokens is not None]
     if not figures:
         yield Finding(about="questions", sentence=f"The files leave open {' and '.join(names)}; ask who trained it.")
         return
     yield Finding(
         about="questions",
-        sentence=f"The files leave open {' and '.join(names)}; with {told} a step has {max(figures):.2f} tokens, and "
-        f"with the worst answer {min(figures):.2f}. Add {told} behind the path.",
+        sentence=f"The files leave open {' and '.join(names)}; with {answer} a step has {max(figures):.2f} tokens, and "
+        f"with the worst answer {min(figures):.2f}. Add {answer} behind the path.",
     )
 
 
@@ -254,7 +254,7 @@ def _causes(
     head: Head, trained: TrainedHead, judge: Judge, info: TargetInfo, tokens: Float[np.ndarray, " places"]
 ) -> tuple[list[Finding], float]:
     """The doubts under which the head drafts clearly better, the best one first, each on top of those before it."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     held: list[Doubt] = []
     while len(held) < MOST_CAUSES:
         doubts = _doubts(head, info, held)
@@ -263,7 +263,7 @@ def _causes(
         if not better:
             break
         doubt, after = max(better, key=lambda each: float(each[1].mean()))
-        found.append(
+        findings.append(
             Finding(
                 about=doubt.about,
                 sentence=_sentence(
@@ -276,7 +276,7 @@ def _causes(
         tokens = after
         for each, name, value in doubt.changes:
             setattr(each, name, value)
-    return found, float(tokens.mean())
+    return findings, float(tokens.mean())
 
 
 def _doubts(head: Head, info: TargetInfo, held: Sequence[Doubt]) -> list[Doubt]:
@@ -311,13 +311,13 @@ def _of_files(trained: TrainedHead, head: Head, judge: Judge, info: TargetInfo) 
 
 
 def _dtypes(config: Mapping[str, Any], tensors: Mapping[str, Tensor], info: TargetInfo) -> Iterator[Finding]:
-    said = config.get("torch_dtype") or config.get("dtype")
+    declared = config.get("torch_dtype") or config.get("dtype")
     kinds = {str(each.dtype).removeprefix("torch.") for each in tensors.values() if each.is_floating_point()}
-    if isinstance(said, str) and kinds != {said}:
+    if isinstance(declared, str) and kinds != {declared}:
         yield Finding(
             about="dtype",
-            sentence=f"Its config says {said}, and its tensors are {' and '.join(sorted(kinds))}: they were converted "
-            "after training; get the tensors that the trainer wrote.",
+            sentence=f"Its config says {declared}, and its tensors are {' and '.join(sorted(kinds))}: they were "
+            "converted after training; get the tensors that the trainer wrote.",
         )
     elif info.dtype not in {each.dtype for each in tensors.values()} and "float16" in kinds:
         yield Finding(
@@ -343,8 +343,8 @@ def _map(tensors: Mapping[str, Tensor], head: Head, judge: Judge) -> Iterator[Fi
     guessed = getattr(head, "ids", None)
     if guessed is None:
         return
-    said = np.concatenate([each.tokens[each.start :] for each in judge.documents])
-    share = float(np.isin(said, guessed.cpu().numpy()).mean())
+    output_tokens = np.concatenate([each.tokens[each.start :] for each in judge.documents])
+    share = float(np.isin(output_tokens, guessed.cpu().numpy()).mean())
     if share < COVERED:
         yield Finding(
             about="vocabulary",
@@ -389,16 +389,16 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 def _layers(head: Head, info: TargetInfo) -> Iterator[Finding]:
     """Rotary positions and the longest context."""
-    found: Any = getattr(head, "config", None)
-    layers = found if isinstance(found, PreTrainedConfig) else getattr(found, "layers", None)
+    config: Any = getattr(head, "config", None)
+    layers = config if isinstance(config, PreTrainedConfig) else getattr(config, "layers", None)
     if not isinstance(layers, PreTrainedConfig) or info.config is None:
         return
-    own, theirs = rotary_base(layers), rotary_base(info.config)
-    if own is not None and theirs is not None and own != theirs:
+    head_base, target_base = rotary_base(layers), rotary_base(info.config)
+    if head_base is not None and target_base is not None and head_base != target_base:
         yield Finding(
             about="rotary base",
-            sentence=f"Its rotary base is {own:g} and the target's is {theirs:g}; on these texts that makes no clear "
-            "difference, so ask who trained it which one it was trained with.",
+            sentence=f"Its rotary base is {head_base:g} and the target's is {target_base:g}; on these texts that makes "
+            "no clear difference, so ask who trained it which one it was trained with.",
         )
     longest = getattr(layers, "max_position_embeddings", None)
     if isinstance(longest, int) and longest < info.max_context:
@@ -413,8 +413,8 @@ def _masks(config: Mapping[str, Any], head: Head, judge: Judge) -> Iterator[Find
     """The token that stands for an unknown one, and the size of a block."""
     sizes: Any = getattr(head, "config", None)
     mask = getattr(sizes, "mask_id", None)
-    said = np.concatenate([each.tokens for each in judge.documents])
-    if mask is not None and (count := int((said == mask).sum())):
+    text_tokens = np.concatenate([each.tokens for each in judge.documents])
+    if mask is not None and (count := int((text_tokens == mask).sum())):
         token = judge.tokenizer.convert_ids_to_tokens(mask) if judge.tokenizer is not None else mask
         yield Finding(
             about="mask token",
@@ -438,16 +438,16 @@ def _templates(trained: TrainedHead, judge: Judge) -> Iterator[Finding]:
     if judge.tokenizer is None or not folder.is_dir():
         return
     file, whole = folder / TEMPLATE, any(folder.glob("tokenizer.*"))
-    own = None
+    tokenizer = None
     if whole:
-        own = open_tokenizer(str(folder))
-        if own is not None and own.get_vocab() != judge.tokenizer.get_vocab():
+        tokenizer = open_tokenizer(str(folder))
+        if tokenizer is not None and tokenizer.get_vocab() != judge.tokenizer.get_vocab():
             yield Finding(
                 about="tokenizer",
                 sentence="The tokenizer beside it is not the target's: the head was trained on another target; take "
                 "the head of this one.",
             )
-    template = file.read_text(encoding="utf-8") if file.is_file() else getattr(own, "chat_template", None)
+    template = file.read_text(encoding="utf-8") if file.is_file() else getattr(tokenizer, "chat_template", None)
     if template is not None and template.strip() != (judge.tokenizer.chat_template or "").strip():
         yield Finding(
             about="chat template",
@@ -458,8 +458,8 @@ def _templates(trained: TrainedHead, judge: Judge) -> Iterator[Finding]:
 
 def _of_training(trained: TrainedHead, tokens: float) -> Iterator[Finding]:
     """What its trainer measured."""
-    told = [each for each in journal.read(Path(trained.path) / FOLDER / "log.jsonl") if each.get("kind") == "watch"]
-    reached = [1 + sum(each["accepted"][:DEPTH]) for each in told if len(each.get("accepted", ())) >= DEPTH]
+    watched = [each for each in journal.read(Path(trained.path) / FOLDER / "log.jsonl") if each.get("kind") == "watch"]
+    reached = [1 + sum(each["accepted"][:DEPTH]) for each in watched if len(each.get("accepted", ())) >= DEPTH]
     if reached and tokens - 1 < REACHED * (max(reached) - 1):
         yield Finding(
             about="training",

@@ -52,10 +52,10 @@ def read_rows(place: Path) -> list[Row]:
 def read_record(place: Path) -> dict[str, Any]:
     """The circumstances of the run that a folder holds."""
     try:
-        found: dict[str, Any] = json.loads((place / "circumstances.json").read_text(encoding="utf-8"))
+        record: dict[str, Any] = json.loads((place / "circumstances.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{place} is not the folder of a run: {error}") from error
-    return found
+    return record
 
 
 class Folder:
@@ -97,10 +97,10 @@ class Folder:
         self._record["circumstances"]["arguments"] = self._now["arguments"]
 
     @property
-    def made(self) -> Mapping[str, Any]:
+    def circumstances(self) -> Mapping[str, Any]:
         """Under what the first row came about."""
-        found: Mapping[str, Any] = self._record["circumstances"]
-        return found
+        recorded: Mapping[str, Any] = self._record["circumstances"]
+        return recorded
 
     def add(self, row: Row) -> Row:
         """Keep a row, and write it."""
@@ -147,7 +147,7 @@ class Folder:
         """
         todo = list(turns)
         have = {row["turn"]: row for row in self.rows if row.get("phase") == phase}
-        found = []
+        rows = []
         with task(phase, len(todo), "runs") as bar:
             for turn in todo:
                 row = have.get(turn.name)
@@ -155,12 +155,12 @@ class Folder:
                     continue
                 if row is None:
                     head = {"phase": phase, "turn": turn.name, "order": len(self.rows), "round": turn.round}
-                    made = run(turn)
-                    row = None if made is None else self.add({**head, **made})
+                    measured = run(turn)
+                    row = None if measured is None else self.add({**head, **measured})
                 if row is not None:
-                    found.append(row)
+                    rows.append(row)
                 bar.advance()
-        return found
+        return rows
 
     def keep(self, name: str, rows: Sequence[Row]) -> None:
         """Write further rows under a name, numbers with six digits."""
@@ -171,7 +171,7 @@ class Folder:
     def finish(self, findings: Findings) -> list[dict[str, Any]]:
         """Write what was found, print it, and return the claims as `claims.json` has them."""
         claims = self.write(findings)
-        Console(soft_wrap=True, highlight=False).print(findings.spoken(self.recipe, self.made), markup=False)
+        Console(soft_wrap=True, highlight=False).print(findings.spoken(self.recipe, self.circumstances), markup=False)
         return claims
 
     def write(self, findings: Findings, *, rows_inside: bool = False) -> list[dict[str, Any]]:
@@ -188,10 +188,10 @@ class Folder:
             first = json.dumps(self.rows[0], indent=2) if self.rows else "none"
             rows = "".join(json.dumps(row) + "\n" for row in self.rows) if rows_inside else ""
             page = findings.html(
-                self.recipe, self.made, count=len(self.rows), first=first, circumstances=record, rows=rows
+                self.recipe, self.circumstances, count=len(self.rows), first=first, record=record, rows=rows
             )
             pages = {
-                "table.md": findings.markdown(self.recipe, self.made),
+                "table.md": findings.markdown(self.recipe, self.circumstances),
                 "report.html": page,
                 "claims.json": json.dumps(claims, indent=2) + "\n" if claims else "",
                 "plot.svg": findings.plot(),
@@ -216,6 +216,6 @@ def _settled(arguments: Mapping[str, object]) -> dict[str, object]:
 @contextmanager
 def folder(place: Path | None, recipe: str, arguments: Mapping[str, object]) -> Iterator[Folder]:
     """A folder for the time of a recipe's run, which shows how far it is."""
-    given = {name: shown(value) for name, value in arguments.items()}
+    texts = {name: shown(value) for name, value in arguments.items()}
     with progress.shown(recipe):
-        yield Folder(place, recipe, given)
+        yield Folder(place, recipe, texts)

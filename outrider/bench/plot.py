@@ -164,11 +164,11 @@ def _color(number: int, count: int) -> str:
 
 def _curves(axes: Axes, panel: Panel) -> None:
     ticks = sorted({x for curve in panel.curves for x in curve.x})
-    apart = 0.0 if panel.exact else min(np.diff(ticks), default=1.0) * 0.35 / max(1, len(panel.curves))
+    offset = 0.0 if panel.exact else min(np.diff(ticks), default=1.0) * 0.35 / max(1, len(panel.curves))
     for k, curve in enumerate(panel.curves):
         value, low, high = (np.array([getattr(e, name) for e in curve.y]) for name in ("value", "low", "high"))
         axes.errorbar(
-            np.array(curve.x) + apart * (k - (len(panel.curves) - 1) / 2),
+            np.array(curve.x) + offset * (k - (len(panel.curves) - 1) / 2),
             value,
             # A quantile interval need not hold the figure itself.
             yerr=[(value - low).clip(min=0), (high - value).clip(min=0)],
@@ -205,13 +205,13 @@ def _bars(axes: Axes, panel: Bars) -> None:
 
 
 def _dots(axes: Axes, panel: Dots) -> None:
-    apart = 0.7 / max(1, len(panel.groups))
+    offset = 0.7 / max(1, len(panel.groups))
     for k, (label, figures) in enumerate(panel.groups.items()):
         there = [(i, each) for i, each in enumerate(figures) if each is not None]
         value, low, high = (np.array([getattr(each, name) for _, each in there]) for name in ("value", "low", "high"))
         axes.errorbar(
             value,
-            np.array([i for i, _ in there]) + apart * (k - (len(panel.groups) - 1) / 2),
+            np.array([i for i, _ in there]) + offset * (k - (len(panel.groups) - 1) / 2),
             xerr=[(value - low).clip(min=0), (high - value).clip(min=0)],
             label=label,
             color=_color(k, len(panel.groups)),

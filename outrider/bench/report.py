@@ -147,9 +147,9 @@ class Table:
 
     def markdown(self) -> str:
         """The table as Markdown."""
-        said = [f"## {self.title}\n" if self.title else "", f"{self.text}\n" if self.text else ""]
+        opening = [f"## {self.title}\n" if self.title else "", f"{self.text}\n" if self.text else ""]
         listed = ["".join(f"- {each}\n" for each in self.points)] if self.points else []
-        return "\n".join([*filter(None, said), *listed, *([table(self.head, self.lines)] if self.head else [])])
+        return "\n".join([*filter(None, opening), *listed, *([table(self.head, self.lines)] if self.head else [])])
 
 
 def table(head: Sequence[str], body: Sequence[Sequence[object]]) -> str:
@@ -213,13 +213,15 @@ class Findings:
         """The panels as SVG; empty where there are none."""
         return draw(self.panels, self.columns) if self.panels else ""
 
-    def markdown(self, recipe: str, made: Mapping[str, Any]) -> str:
+    def markdown(self, recipe: str, circumstances: Mapping[str, Any]) -> str:
         """Circumstances and tables."""
-        about = "\n".join(filter(None, [self.verdict and f"**{self.verdict}**\n", sentence(recipe, made), self.text]))
+        about = "\n".join(
+            filter(None, [self.verdict and f"**{self.verdict}**\n", sentence(recipe, circumstances), self.text])
+        )
         return "\n".join([about + "\n", *(each.markdown() for each in self.tables)])
 
     def html(
-        self, recipe: str, made: Mapping[str, Any], *, count: int, first: str, circumstances: str, rows: str = ""
+        self, recipe: str, circumstances: Mapping[str, Any], *, count: int, first: str, record: str, rows: str = ""
     ) -> str:
         """A page that needs no other file.
 
@@ -235,7 +237,7 @@ class Findings:
         return page.render(
             recipe=recipe,
             style=STYLE,
-            about=sentence(recipe, made),
+            about=sentence(recipe, circumstances),
             verdict=self.verdict,
             text=self.text,
             claims=self.claims,
@@ -246,13 +248,13 @@ class Findings:
             first=first,
             # No text of a script may hold the end of one.
             rows=rows.replace("</", "<\\/"),
-            circumstances=circumstances,
+            circumstances=record,
         )
 
-    def spoken(self, recipe: str, made: Mapping[str, Any]) -> str:
+    def spoken(self, recipe: str, circumstances: Mapping[str, Any]) -> str:
         """What is printed at the end: the claims where there are any, otherwise the tables."""
         if not self.claims:
-            return self.markdown(recipe, made)
+            return self.markdown(recipe, circumstances)
         lines = []
         for claim in self.claims:
             low, high = claim.interval

@@ -16,11 +16,11 @@ def per_prompt(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
     runs: dict[str, list[Row]] = defaultdict(list)
     for each in rows:
         runs[each["prompt"]].append(each)
-    found = {}
-    for prompt, own in runs.items():
-        tokens = statistics.mean(run["tokens"] for run in own)
-        found[prompt] = (tokens, tokens * statistics.median(run["seconds"] / run["tokens"] for run in own))
-    return found
+    totals = {}
+    for prompt, rounds in runs.items():
+        tokens = statistics.mean(run["tokens"] for run in rounds)
+        totals[prompt] = (tokens, tokens * statistics.median(run["seconds"] / run["tokens"] for run in rounds))
+    return totals
 
 
 def rate(rows: Sequence[Row]) -> float:
@@ -35,9 +35,10 @@ def speedup(rows: Sequence[Row], plain: Sequence[Row], prompts: Sequence[str]) -
         return None
     category = {each["prompt"]: each.get("category", "") for each in rows}
     table = [
-        {"method": name, "prompt": p, "category": category[p], "seed": 0, "tokens": own[p][0], "seconds": own[p][1]}
-        for name, own in (("ours", per_prompt(rows)), ("plain", per_prompt(plain)))
+        {"method": name, "prompt": p, "category": category[p], "seed": 0, "tokens": tokens, "seconds": seconds}
+        for name, totals in (("ours", per_prompt(rows)), ("plain", per_prompt(plain)))
         for p in prompts
+        for tokens, seconds in [totals[p]]
     ]
     sums = Sums(table)
     return IntervalEstimate.of(sums.speed("ours") / sums.speed("plain"))

@@ -70,19 +70,19 @@ def page(name: str, lines: Sequence[Line]) -> str:
 
 def _text(steps: Sequence[Line], watched: Sequence[Line]) -> str:
     """What came out, in a few sentences."""
-    said = f"{steps[-1]['step']} optimizer steps. The loss went from {steps[0]['loss']:.4f} to {steps[-1]['loss']:.4f}."
+    text = f"{steps[-1]['step']} optimizer steps. The loss went from {steps[0]['loss']:.4f} to {steps[-1]['loss']:.4f}."
     if watched:
         first, best = watched[0], max(watched, key=lambda line: line["block_efficiency"])
-        said += (
+        text += (
             f" Block efficiency at temperature 1 went from {first['block_efficiency']:.3f} to "
             f"{best['block_efficiency']:.3f}, reached after {best['step']} steps."
         )
-    return said
+    return text
 
 
 def _panel(title: str, y: str, curves: Mapping[str, tuple[str, Sequence[Line]]]) -> Panel:
-    made = [_curve(label, field, lines) for label, (field, lines) in curves.items()]
-    return Panel(title=title, x="optimizer step", y=y, curves=made)
+    drawn = [_curve(label, field, lines) for label, (field, lines) in curves.items()]
+    return Panel(title=title, x="optimizer step", y=y, curves=drawn)
 
 
 def _positions(title: str, field: str, watched: Sequence[Line]) -> Panel:
@@ -108,7 +108,7 @@ def _curve(label: str, field: str, lines: Sequence[Line]) -> Curve:
 
 def _tables(settings: Line, watched: Sequence[Line]) -> list[Table]:
     """What was measured at each look, and the settings."""
-    made = []
+    tables = []
     if watched:
         depth = len(watched[0]["accepted"])
         head = ["step", "block efficiency", *(f"first {k + 1}" for k in range(depth)), "at temperature 0"]
@@ -121,7 +121,7 @@ def _tables(settings: Line, watched: Sequence[Line]) -> list[Table]:
             ]
             for line in watched
         ]
-        made.append(
+        tables.append(
             Table(
                 title="Held-out texts",
                 text="Block efficiency, and the probability that the first k draft tokens are accepted, at temperature "
@@ -130,5 +130,5 @@ def _tables(settings: Line, watched: Sequence[Line]) -> list[Table]:
                 lines=lines,
             )
         )
-    own = [[key, value] for key, value in settings.items() if key not in ("kind", "step")]
-    return [*made, Table(title="Settings", head=["setting", "value"], lines=own)]
+    setting_lines = [[key, value] for key, value in settings.items() if key not in ("kind", "step")]
+    return [*tables, Table(title="Settings", head=["setting", "value"], lines=setting_lines)]

@@ -20,7 +20,7 @@ def main(
             raise typer.BadParameter(f"unknown engine {name!r}; available: {', '.join(OUTSIDE)}")
         environment = OUTSIDE[name].environment
         try:
-            print(f"{name}: {environment.made(folder).python if environment else 'this one'}", flush=True)
+            print(f"{name}: {environment.ready(folder).python if environment else 'this one'}", flush=True)
         except CannotMake as error:
             failed = True
             print(f"{name} cannot be made: {error}", flush=True)

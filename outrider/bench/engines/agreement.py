@@ -59,8 +59,8 @@ class Surprise:
 def surprise(target: PreTrainedModel, prompt: Sequence[int], output: Sequence[int], temperature: float) -> Surprise:
     """How surprising an output is that was drawn at a temperature."""
     ids = torch.tensor([[*prompt, *output]], device=target.device)
-    said = torch.log_softmax(target(ids).logits[0, len(prompt) - 1 : -1].double() / temperature, dim=-1)
-    law, entropy = said.exp(), -(said.exp() * said).sum(-1)
-    variance = (law * said.square()).sum(-1) - entropy.square()
-    drawn = -said.gather(1, ids[0, len(prompt) :, None])[:, 0]
+    log_probs = torch.log_softmax(target(ids).logits[0, len(prompt) - 1 : -1].double() / temperature, dim=-1)
+    law, entropy = log_probs.exp(), -(log_probs.exp() * log_probs).sum(-1)
+    variance = (law * log_probs.square()).sum(-1) - entropy.square()
+    drawn = -log_probs.gather(1, ids[0, len(prompt) :, None])[:, 0]
     return Surprise(excess=float((drawn - entropy).sum()), variance=float(variance.sum()))

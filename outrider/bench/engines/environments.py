@@ -38,17 +38,17 @@ class EnvironmentFolder:
 
     Attributes:
         pins: What is installed, with versions.
-        given: A Python that somebody made, instead of one in the folder.
+        other_python: A Python that somebody made, instead of one in the folder.
     """
 
     place: Path
     pins: tuple[str, ...]
-    given: Path | None = None
+    other_python: Path | None = None
 
     @property
     def python(self) -> Path:
         """The environment's own Python."""
-        return self.given or self.place / "venv" / "bin" / "python"
+        return self.other_python or self.place / "venv" / "bin" / "python"
 
     def run(self, *command: str | Path) -> None:
         """Run a command, with what it says in the log.
@@ -56,15 +56,15 @@ class EnvironmentFolder:
         Raises:
             CannotMake: It cannot be run, or fails; with the last line that names an error.
         """
-        told = [str(part) for part in command]
+        words = [str(part) for part in command]
         try:
-            done = subprocess.run(told, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+            done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         except OSError as error:
-            raise CannotMake(f"{told[0]} cannot be run: {error.strerror}") from error
+            raise CannotMake(f"{words[0]} cannot be run: {error.strerror}") from error
         with (self.place / "log.txt").open("a", encoding="utf-8") as log:
-            log.write(f"$ {' '.join(told)}\n{done.stdout}\n")
+            log.write(f"$ {' '.join(words)}\n{done.stdout}\n")
         if done.returncode:
-            raise CannotMake(f"{Path(told[0]).name} says: {reason(done.stdout)}")
+            raise CannotMake(f"{Path(words[0]).name} says: {reason(done.stdout)}")
 
     def pip(self, *arguments: str | Path) -> None:
         """Run the environment's pip."""
@@ -110,7 +110,7 @@ class Environment:
         mark = self.room(folder).place / MARK
         return mark.is_file() and mark.read_text(encoding="utf-8").split() == list(self.pins)
 
-    def made(self, folder: Path) -> EnvironmentFolder:
+    def ready(self, folder: Path) -> EnvironmentFolder:
         """The environment, which is made unless it is there.
 
         Raises:

@@ -97,10 +97,10 @@ def compiler() -> str:
     Raises:
         CannotMake: There is none.
     """
-    found = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
-    if not found:
+    compilers = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
+    if not compilers:
         raise CannotMake("there is no C++ compiler; install one (c++, g++ or clang++)")
-    return found[0]
+    return compilers[0]
 
 
 def command(room: EnvironmentFolder | None) -> list[str]:

@@ -46,27 +46,27 @@ class OpenvinoDriver(Driver):
         laws = [self._law(asked, i) for i in range(len(prompts))]
         # The steps of a request are told only where it runs alone.
         size = 1 if self._options.counts else max(1, len(prompts))
-        made: list[Any] = []
+        outputs: list[Any] = []
         for first in range(0, len(prompts), size):
-            made += self._pipeline.generate(prompts[first : first + size], laws[first : first + size])
+            outputs += self._pipeline.generate(prompts[first : first + size], laws[first : first + size])
             if self._options.counts:
-                self._count(made[-1])
-        return EngineOutput(tokens=[list(each.m_generation_ids[0]) for each in made], counts=dict(self._sums))
+                self._count(outputs[-1])
+        return EngineOutput(tokens=[list(each.m_generation_ids[0]) for each in outputs], counts=dict(self._sums))
 
-    def _count(self, made: Any) -> None:
+    def _count(self, output: Any) -> None:
         """Add the drafts of an output, and what was accepted of them.
 
         The target's first forward reads the prompt and emits a token. Every other one verifies a draft, and emits the
         accepted tokens and one more. OpenVINO's own count of accepted tokens leaves out the last draft of an output;
         so does its count of draft tokens.
         """
-        metrics = made.extended_perf_metrics
+        metrics = output.extended_perf_metrics
         if metrics is None or not hasattr(metrics, "main_model_metrics"):
             return
         steps = len(metrics.main_model_metrics.raw_metrics.m_durations) - 1
         self._sums["drafts"] += steps
         self._sums["draft_tokens"] += metrics.get_num_draft_tokens()
-        self._sums["accepted_tokens"] += len(made.m_generation_ids[0]) - 1 - steps
+        self._sums["accepted_tokens"] += len(output.m_generation_ids[0]) - 1 - steps
 
     def _law(self, asked: DriverRequest, i: int) -> Any:
         """How the i-th prompt is decoded."""

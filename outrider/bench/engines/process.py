@@ -51,7 +51,7 @@ class Process(Driver):
 
     def start(self, options: Options) -> None:
         """Start the process. Raises Stopped if it ends, or does not become ready."""
-        own = {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        variables = {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (`stop` closes it)
         try:
@@ -61,7 +61,7 @@ class Process(Driver):
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 text=True,
-                env=inherited | own,
+                env=inherited | variables,
             )
         except OSError as error:
             self._errors.close()
@@ -133,8 +133,8 @@ class Process(Driver):
         size = self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, size - 10_000))
         lines = self._errors.read().decode(errors="replace").split("\n")
-        said = [line.strip() for line in lines if line.strip()]
-        return said[-1][:300] if said else "none"
+        texts = [line.strip() for line in lines if line.strip()]
+        return texts[-1][:300] if texts else "none"
 
 
 def ending(status: int) -> str:

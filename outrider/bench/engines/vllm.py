@@ -71,16 +71,16 @@ class VllmDriver(Driver):
             detokenize=False,
         )
         prompts = [{"prompt_token_ids": prompt} for prompt in asked.prompts]
-        made = self._llm.generate(prompts, law, use_tqdm=False)
-        return EngineOutput(tokens=[list(each.outputs[0].token_ids) for each in made], counts=self._counts())
+        outputs = self._llm.generate(prompts, law, use_tqdm=False)
+        return EngineOutput(tokens=[list(each.outputs[0].token_ids) for each in outputs], counts=self._counts())
 
     def _counts(self) -> dict[str, int]:
         """Drafts, draft tokens and accepted tokens so far."""
         if not self._counting:
             return {}
-        told = {each.name: each for each in self._llm.get_metrics() if each.name.startswith(COUNTED)}
+        metrics = {each.name: each for each in self._llm.get_metrics() if each.name.startswith(COUNTED)}
         names = ("drafts", "draft_tokens", "accepted_tokens")
-        return {name: int(told[COUNTED + name].value) for name in names if COUNTED + name in told}
+        return {name: int(metrics[COUNTED + name].value) for name in names if COUNTED + name in metrics}
 
 
 def make(room: EnvironmentFolder) -> None:
@@ -100,15 +100,15 @@ def requirements(wheel: Path, without: tuple[str, ...]) -> list[str]:
     """What a wheel requires besides its extras, except for some packages."""
     with ZipFile(wheel) as archive:
         [about] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-        told = HeaderParser().parsestr(archive.read(about).decode()).get_all("Requires-Dist", [])
-    return [line for line in told if "extra ==" not in line and not line.startswith(without)]
+        required = HeaderParser().parsestr(archive.read(about).decode()).get_all("Requires-Dist", [])
+    return [line for line in required if "extra ==" not in line and not line.startswith(without)]
 
 
 def command(room: EnvironmentFolder | None) -> list[str]:
     """Starts the driver with the OpenMP library that vLLM asks to be loaded first."""
     command = python_driver("vllm")(room)
-    found = sorted(room.python.parents[1].glob("lib/libiomp5.so")) if room else []
-    return ["env", f"LD_PRELOAD={found[0]}", *command] if found else command
+    libraries = sorted(room.python.parents[1].glob("lib/libiomp5.so")) if room else []
+    return ["env", f"LD_PRELOAD={libraries[0]}", *command] if libraries else command
 
 
 ENGINE = PeerEngine(

@@ -61,9 +61,9 @@ class Trace(CheckedOptions):
 
     def times(self, conversations: Sequence[Conversation]) -> list[float] | None:
         """When each conversation begins, in seconds; the first at 0."""
-        given = [each.arrives for each in conversations]
-        known = [each for each in given if each is not None]
-        if not known or len(known) < len(given):
+        arrivals = [each.arrives for each in conversations]
+        known = [each for each in arrivals if each is not None]
+        if not known or len(known) < len(arrivals):
             raise InputError("this workload has no arrival times; leave out --trace, or give a trace")
         return [(each - min(known)) / self.speed for each in known]
 

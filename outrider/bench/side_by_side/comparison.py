@@ -54,7 +54,7 @@ def compare(engine: Engine, prompts: Sequence[Sequence[int]], generation: Genera
     encoder = Encoder(engine.tokenizer, target.vocab_size)
     sha256 = hashlib.sha256(repr([each.opening for each in conversations]).encode()).hexdigest()
     workload = Workload(name="prompts", format="token ids", sha256=sha256, conversations=conversations)
-    found = Measurement(
+    measurement = Measurement(
         plan=BenchPlan(
             configurations=(Configuration(name=SPECULATIVE, options={}),),
             generation=generation,
@@ -72,9 +72,9 @@ def compare(engine: Engine, prompts: Sequence[Sequence[int]], generation: Genera
     )
     player = Player(encoder=encoder, max_new_tokens=generation.max_new_tokens, room=room)
     place, group = Folder(None, COMMAND, {}), Group(number=0, conversations=conversations)
-    under_load(found, place, player, ways, load, [group], SessionClock(until=None))
-    found.made = place.made
-    return found
+    under_load(measurement, place, player, ways, load, [group], SessionClock(until=None))
+    measurement.circumstances = place.circumstances
+    return measurement
 
 
 def ways_of(engine: Engine, generation: Generation, *, alone: bool) -> list[Way]:
@@ -94,16 +94,16 @@ def ways_of(engine: Engine, generation: Generation, *, alone: bool) -> list[Way]
     return ways
 
 
-def figures(found: Measurement) -> dict[str, Any]:
+def figures(measurement: Measurement) -> dict[str, Any]:
     """The speedup over the fastest way that drafts nothing, its name, and each way's tokens per second.
 
     Raises:
         InputError: Nothing was generated.
     """
-    [load] = found.plan.loads
-    verdict = verdict_of(found, SPECULATIVE, load.name)
+    [load] = measurement.plan.loads
+    verdict = verdict_of(measurement, SPECULATIVE, load.name)
     if verdict is None:
         raise InputError("nothing was generated that could be compared; give other prompts")
-    rows = {way: units(of_way(found.rows, way, load.name)) for way in found.ways}
-    rates = {way: rate(own) for way, own in rows.items() if own}
+    rows = {way: units(of_way(measurement.rows, way, load.name)) for way in measurement.ways}
+    rates = {way: rate(way_rows) for way, way_rows in rows.items() if way_rows}
     return {"speedup": verdict.speedup.value, "plain": verdict.baseline, "tokens_per_second": rates}

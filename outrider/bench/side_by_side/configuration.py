@@ -92,14 +92,14 @@ def read_configurations(file: Path) -> list[Configuration]:
     """
     text = text_of(file, "configuration", "a TOML or JSON file with a table of options for each name")
     try:
-        found = parse_json(text, str(file)) if file.suffix == ".json" else tomllib.loads(text)
+        content = parse_json(text, str(file)) if file.suffix == ".json" else tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{file} is not TOML: {error}") from error
-    tables = isinstance(found, dict) and found and all(isinstance(each, dict) for each in found.values())
+    tables = isinstance(content, dict) and content and all(isinstance(each, dict) for each in content.values())
     if not tables:
         raise InputError(f'{file} must hold a table of options for each name, such as [short] and length = "fixed:2"')
     try:
-        return [named(name, options) for name, options in found.items()]
+        return [named(name, options) for name, options in content.items()]
     except InputError as error:
         raise InputError(f"{file}: {error}") from error
 
@@ -123,10 +123,10 @@ class Axis:
         option = option.strip()
         if option not in FIELDS:
             raise unknown("option of a sweep", option, FIELDS)
-        found = [each for value in values.split("|") for each in spread_out(value.strip())]
-        if not equals or not all(found):
+        expanded = [each for value in values.split("|") for each in spread_out(value.strip())]
+        if not equals or not all(expanded):
             raise InputError(f"--sweep {shown(text)} names no value; write it as in length=fixed:1..8|goodput")
-        return cls(option=option, values=tuple(dict.fromkeys(found)))
+        return cls(option=option, values=tuple(dict.fromkeys(expanded)))
 
 
 def spread_out(value: str) -> list[str]:
@@ -138,7 +138,7 @@ def spread_out(value: str) -> list[str]:
     if last < first or last - first >= LARGEST_GRID:
         raise InputError(f"a range must ascend, by at most {LARGEST_GRID} values, got {match[0]}")
     each = [f"{value[: match.start()]}{number}{value[match.end() :]}" for number in range(first, last + 1)]
-    return [found for one in each for found in spread_out(one)]
+    return [text for one in each for text in spread_out(one)]
 
 
 def point(values: Mapping[str, str]) -> Configuration:

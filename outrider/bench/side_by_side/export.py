@@ -12,7 +12,7 @@ from outrider.core import files
 from outrider.core.inputs import InputError
 
 
-def profile(found: Measurement) -> dict[str, Any]:
+def profile(measurement: Measurement) -> dict[str, Any]:
     """The acceptance of the fastest configuration: a speculation profile, and vLLM's synthetic acceptance rates.
 
     The fields are those that NVIDIA's Model-Optimizer proposes, so that a simulator of another engine can take them.
@@ -25,8 +25,8 @@ def profile(found: Measurement) -> dict[str, Any]:
     References:
         https://github.com/NVIDIA/Model-Optimizer/issues/2247
     """
-    best = chief(found)
-    rows = [] if best is None else of_way(found.rows, best.way, best.load)
+    best = chief(measurement)
+    rows = [] if best is None else of_way(measurement.rows, best.way, best.load)
     requests = [Served.read(each) for row in rows for each in row["served"]]
     if best is None or not metrics.drafting(requests):
         raise InputError("no configuration drafted anything, so there is no acceptance to export; leave out --export")
@@ -44,22 +44,22 @@ def profile(found: Measurement) -> dict[str, Any]:
             str(accepted + 1): count for accepted, count in enumerate(metrics.acceptance_histogram(requests))
         },
         "measurement_conditions": {
-            "dataset": found.workload.name,
-            "dataset_sha256": found.workload.sha256,
-            "osl": found.plan.generation.max_new_tokens,
+            "dataset": measurement.workload.name,
+            "dataset_sha256": measurement.workload.sha256,
+            "osl": measurement.plan.generation.max_new_tokens,
             "num_samples": len(requests),
             "temperature": None
-            if found.plan.generation.sampling is None
-            else found.plan.generation.sampling.temperature,
-            "target": found.target,
+            if measurement.plan.generation.sampling is None
+            else measurement.plan.generation.sampling.temperature,
+            "target": measurement.target,
         },
         "synthetic_acceptance_rates": marginal,
     }
 
 
-def write_profile(found: Measurement, file: Path) -> None:
+def write_profile(measurement: Measurement, file: Path) -> None:
     """Write the profile. Raises InputError if there is none, or the file cannot be written."""
-    text = json.dumps(profile(found), indent=2) + "\n"
+    text = json.dumps(profile(measurement), indent=2) + "\n"
     with files.written(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         files.replace(file, text.encode())

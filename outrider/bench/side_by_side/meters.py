@@ -38,7 +38,7 @@ def measured(device: torch.device, process: Path = PROCESS, powercap: Path = POW
         process: The folder of this process, as Linux has it.
         powercap: The folder of energy counters, as Linux has it.
     """
-    found = MeterReading()
+    reading = MeterReading()
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
@@ -49,14 +49,14 @@ def measured(device: torch.device, process: Path = PROCESS, powercap: Path = POW
     watts = _watch_power() if on_gpu else None
     before = {} if on_gpu else counters(powercap)
     try:
-        yield found
+        yield reading
     finally:
         if on_gpu:
-            found.peak_memory = torch.cuda.max_memory_allocated(device)
-            found.joules = None if watts is None else _stop_watching(watts)
+            reading.peak_memory = torch.cuda.max_memory_allocated(device)
+            reading.joules = None if watts is None else _stop_watching(watts)
         else:
-            found.peak_memory = peak_resident(process)
-            found.joules = spent(before, counters(powercap), powercap)
+            reading.peak_memory = peak_resident(process)
+            reading.joules = spent(before, counters(powercap), powercap)
 
 
 def peak_resident(process: Path = PROCESS) -> int | None:
@@ -70,13 +70,13 @@ def peak_resident(process: Path = PROCESS) -> int | None:
 
 def counters(powercap: Path = POWERCAP) -> dict[str, int]:
     """Microjoules of each processor package; empty where there are none, or only root may read them."""
-    found = {}
+    microjoules = {}
     for package in sorted(powercap.glob("intel-rapl:[0-9]*")):
         # Below a package stand its parts, with two colons.
         if package.name.count(":") == 1:
             with suppress(OSError, ValueError):
-                found[package.name] = int((package / "energy_uj").read_text())
-    return found
+                microjoules[package.name] = int((package / "energy_uj").read_text())
+    return microjoules
 
 
 def spent(before: Mapping[str, int], after: Mapping[str, int], powercap: Path = POWERCAP) -> float | None:

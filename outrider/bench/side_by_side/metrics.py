@@ -196,18 +196,18 @@ class Objectives:
             >>> Objectives.parse(["ttft:200", "tpot:50"])
             Objectives(ttft=200.0, tpot=50.0, e2el=None)
         """
-        found: dict[str, float] = {}
+        limits: dict[str, float] = {}
         for text in texts:
             name, _, value = text.partition(":")
             if name not in ("ttft", "tpot", "e2el"):
                 raise unknown("objective", name, ("ttft", "tpot", "e2el"))
             try:
-                found[name] = float(value)
+                limits[name] = float(value)
             except ValueError:
-                found[name] = math.nan
-            if not 0 < found[name] < math.inf:
+                limits[name] = math.nan
+            if not 0 < limits[name] < math.inf:
                 raise InputError(f"an objective needs milliseconds > 0, as in {name}:200, got {text!r}")
-        return cls(**found) if found else None
+        return cls(**limits) if limits else None
 
     def met(self, request: Served) -> bool:
         """Whether a request keeps all objectives. One whose first token is not told keeps none of ttft and tpot."""
@@ -230,5 +230,5 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     """Mean and percentiles; None without values."""
     if not values:
         return None
-    found = dict(zip((f"p{p}" for p in PERCENTILES), np.percentile(values, PERCENTILES).tolist(), strict=True))
-    return {"mean": statistics.fmean(values), **found}
+    by_rank = dict(zip((f"p{p}" for p in PERCENTILES), np.percentile(values, PERCENTILES).tolist(), strict=True))
+    return {"mean": statistics.fmean(values), **by_rank}

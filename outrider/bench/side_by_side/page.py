@@ -9,7 +9,7 @@ from outrider.bench.report import Findings, Table
 from outrider.bench.side_by_side import metrics
 from outrider.bench.side_by_side.arrivals import ClosedLoop, Load, OpenLoop
 from outrider.bench.side_by_side.served import Served
-from outrider.bench.side_by_side.session import Measurement, told
+from outrider.bench.side_by_side.session import Measurement, setting_text
 from outrider.bench.side_by_side.verdict import headline, of_way, units, verdict_of
 from outrider.bench.speedup import rate
 
@@ -37,13 +37,13 @@ TRAPS = (
 class Shown:
     """Figures of a measurement, each computed once."""
 
-    def __init__(self, found: Measurement) -> None:
-        self.found = found
+    def __init__(self, measurement: Measurement) -> None:
+        self.measurement = measurement
         self._served: dict[tuple[str, str], list[Served]] = {}
 
     def rows(self, way: str, load: Load) -> list[Row]:
         """The rows of a way under a load."""
-        return of_way(self.found.rows, way, load.name)
+        return of_way(self.measurement.rows, way, load.name)
 
     def served(self, way: str, load: Load) -> list[Served]:
         """Its requests."""
@@ -54,39 +54,39 @@ class Shown:
 
     def ways(self, load: Load) -> list[str]:
         """Ways that did anything under a load."""
-        return [way for way in self.found.ways if self.rows(way, load)]
+        return [way for way in self.measurement.ways if self.rows(way, load)]
 
     def drafting(self, load: Load, most: int | None = None) -> list[str]:
         """Those that tell what they drafted; of many the fastest."""
-        told = [way for way in self.ways(load) if metrics.drafting(self.served(way, load))]
-        if most is None or len(told) <= most:
-            return told
-        fastest = sorted(told, key=lambda way: -rate(self.rows(way, load)))[:most]
-        return [way for way in told if way in fastest]
+        drafting = [way for way in self.ways(load) if metrics.drafting(self.served(way, load))]
+        if most is None or len(drafting) <= most:
+            return drafting
+        fastest = sorted(drafting, key=lambda way: -rate(self.rows(way, load)))[:most]
+        return [way for way in drafting if way in fastest]
 
     def seconds(self, way: str, load: Load) -> float:
         """Seconds of all its runs."""
         return float(sum(row["seconds"] for row in self.rows(way, load)))
 
 
-def summary(found: Measurement) -> list[dict[str, Any]]:
+def summary(measurement: Measurement) -> list[dict[str, Any]]:
     """The figures of every way under every load, for programs; times are seconds."""
-    shown = Shown(found)
-    return [_figures(shown, way, load) for load in found.plan.loads for way in shown.ways(load)]
+    shown = Shown(measurement)
+    return [_figures(shown, way, load) for load in measurement.plan.loads for way in shown.ways(load)]
 
 
 def _figures(shown: Shown, way: str, load: Load) -> dict[str, Any]:
     """All figures of a way."""
     requests, seconds, rows = shown.served(way, load), shown.seconds(way, load), shown.rows(way, load)
-    verdict = verdict_of(shown.found, way, load.name)
-    objectives = shown.found.plan.objectives
+    verdict = verdict_of(shown.measurement, way, load.name)
+    objectives = shown.measurement.plan.objectives
     peaks = [row["peak_memory"] for row in rows if row["peak_memory"] is not None]
     joules = [row["joules"] for row in rows if row["joules"] is not None]
     tokens = sum(each.num_tokens for each in requests)
     return {
         "way": way,
         "load": load.name,
-        "drafts": way in shown.found.drafting,
+        "drafts": way in shown.measurement.drafting,
         "num_runs": len(rows),
         "num_requests": len(requests),
         "num_tokens": tokens,
@@ -121,11 +121,11 @@ def _output_throughput(rows: Sequence[Row], requests: Sequence[Served], seconds:
     return rate(groups) if groups else metrics.output_throughput(requests, seconds)
 
 
-def findings(found: Measurement) -> Findings:
+def findings(measurement: Measurement) -> Findings:
     """The verdict, tables and figures of a measurement."""
-    shown, figures = Shown(found), summary(found)
+    shown, figures = Shown(measurement), summary(measurement)
     tables = [speeds(shown, figures), drafts(figures), latencies(figures)]
-    without = {**found.stopped, **found.left_out}
+    without = {**measurement.stopped, **measurement.left_out}
     if without:
         lines = [[what, why] for what, why in without.items()]
         tables.append(Table(title="Stopped, or left out", head=("what", "why"), lines=lines))
@@ -133,22 +133,28 @@ def findings(found: Measurement) -> Findings:
     return Findings(
         tables=[each for each in tables if each.lines or each.points],
         panels=panels(shown),
-        verdict=headline(found),
-        text=about(found),
-        summary={"verdict": headline(found), "ways": figures, "stopped": found.stopped, "left_out": found.left_out},
+        verdict=headline(measurement),
+        text=about(measurement),
+        summary={
+            "verdict": headline(measurement),
+            "ways": figures,
+            "stopped": measurement.stopped,
+            "left_out": measurement.left_out,
+        },
     )
 
 
-def about(found: Measurement) -> str:
+def about(measurement: Measurement) -> str:
     """What was measured."""
-    plan, asked = found.plan, found.asked
-    setup = ", ".join(f"{name}={told(value)}" for name, value in plan.setup.given().items()) or "the defaults"
+    plan, asked, workload = measurement.plan, measurement.asked, measurement.workload
+    setup = ", ".join(f"{name}={setting_text(value)}" for name, value in plan.setup.given().items()) or "the defaults"
     more = f" ({asked.left_out} do not fit into the context)" if asked.left_out else ""
     template = "no chat template" if asked.template is None else f"chat template {asked.template[:12]}"
-    checked = "none was stopped by the gate" if not found.stopped else f"{len(found.stopped)} were stopped by the gate"
+    stopped = len(measurement.stopped)
+    checked = f"{stopped} were stopped by the gate" if stopped else "none was stopped by the gate"
     return (
-        f"Target {found.target}; setup: {setup}. {len(asked.conversations)} conversations of {found.workload.name} "
-        f"({found.workload.format}, {found.workload.sha256[:12]}){more}, {template}, token ids {asked.token_ids[:12]}; "
+        f"Target {measurement.target}; setup: {setup}. {len(asked.conversations)} conversations of {workload.name} "
+        f"({workload.format}, {workload.sha256[:12]}){more}, {template}, token ids {asked.token_ids[:12]}; "
         f"at most {plan.generation.max_new_tokens} tokens an answer, {plan.rounds} rounds. "
         f"{len(plan.configurations)} configurations, of which {checked}. Intervals: 95 %, bootstrap over prompts "
         "within their categories, all ways resampled together."
@@ -161,7 +167,7 @@ def speeds(shown: Shown, figures: Sequence[dict[str, Any]]) -> Table:
     for each in figures:
         ratio = "-" if each["speedup"] is None else _estimate(each["speedup"]).text()
         word = "baseline" if each["baseline"] == each["way"] else each["verdict"] or "-"
-        rounds = rounds_of(shown.found.rows, each["way"], each["load"])
+        rounds = rounds_of(shown.measurement.rows, each["way"], each["load"])
         lines.append(
             [
                 each["load"],
@@ -170,11 +176,11 @@ def speeds(shown: Shown, figures: Sequence[dict[str, Any]]) -> Table:
                 f"{min(rounds):.1f} to {max(rounds):.1f}",
                 ratio,
                 word,
-                *([] if shown.found.plan.objectives is None else [f"{each['goodput']:.2f}"]),
+                *([] if shown.measurement.plan.objectives is None else [f"{each['goodput']:.2f}"]),
                 *_costs(each),
             ]
         )
-    good = [] if shown.found.plan.objectives is None else ["good requests/s"]
+    good = [] if shown.measurement.plan.objectives is None else ["good requests/s"]
     head = ("load", "way", "tokens/s", "rounds", "speedup", "verdict", *good, "peak memory", "J/token")
     text = "Peak memory is the process's during these runs, with all models that it holds."
     return Table(title="Speed", text=text, head=head, lines=lines)
@@ -193,11 +199,11 @@ def _costs(each: dict[str, Any]) -> list[str]:
 
 def rounds_of(rows: Sequence[Row], way: str, load: str) -> list[float]:
     """Tokens per second of each round."""
-    own = of_way(rows, way, load)
-    numbers = sorted({row["round"] for row in own})
+    way_rows = of_way(rows, way, load)
+    numbers = sorted({row["round"] for row in way_rows})
     return [
-        sum(row["tokens"] for row in own if row["round"] == number)
-        / sum(row["seconds"] for row in own if row["round"] == number)
+        sum(row["tokens"] for row in way_rows if row["round"] == number)
+        / sum(row["seconds"] for row in way_rows if row["round"] == number)
         for number in numbers
     ]
 
@@ -228,8 +234,8 @@ def latencies(figures: Sequence[dict[str, Any]]) -> Table:
     for each in figures:
         cells = []
         for kind in kinds:
-            told = each[kind]
-            cells.append("-" if told is None else " / ".join(f"{1000 * told[p]:.1f}" for p in ("mean", "p50", "p99")))
+            times = each[kind]
+            cells.append("-" if times is None else " / ".join(f"{1000 * times[p]:.1f}" for p in ("mean", "p50", "p99")))
         lines.append([each["load"], each["way"], *cells])
     head = ("load", "way", "TPOT", "TTFT", "inter-chunk latency", "end to end")
     return Table(title="Latency", text="Milliseconds: mean / median / 99th percentile.", head=head, lines=lines)
@@ -237,28 +243,28 @@ def latencies(figures: Sequence[dict[str, Any]]) -> Table:
 
 def panels(shown: Shown) -> list[Figure]:
     """All figures for which there is data."""
-    made: list[Figure | None] = []
-    if shown.found.rows:
-        first = next(load for load in shown.found.plan.loads if shown.ways(load))
-        made = [by_category(shown, first), by_position(shown, first), histogram(shown, first), by_nodes(shown, first)]
-        made += [by_concurrency(shown), *by_rate(shown), parts(shown, first)]
-    return [each for each in made if each is not None]
+    figures: list[Figure | None] = []
+    if shown.measurement.rows:
+        first = next(load for load in shown.measurement.plan.loads if shown.ways(load))
+        figures = [figure(shown, first) for figure in (by_category, by_position, histogram, by_nodes)]
+        figures += [by_concurrency(shown), *by_rate(shown), parts(shown, first)]
+    return [each for each in figures if each is not None]
 
 
 def by_category(shown: Shown, load: Load) -> Figure | None:
     """Speedup of each way in each category."""
-    found = shown.found
-    baseline = next((v.baseline for way in found.ways if (v := verdict_of(found, way, load.name))), None)
-    rows = [row for row in units(found.rows) if row["load"] == load.name]
+    measurement = shown.measurement
+    baseline = next((v.baseline for way in measurement.ways if (v := verdict_of(measurement, way, load.name))), None)
+    rows = [row for row in units(measurement.rows) if row["load"] == load.name]
     categories = sorted({row["category"] for row in rows})
     ways = [way for way in shown.ways(load) if way != baseline]
     if baseline is None or not ways:
         return None
     groups = {}
     for way in ways:
-        told = [verdict_of(found, way, load.name, category) for category in categories]
-        whole = verdict_of(found, way, load.name)
-        groups[way] = [None if v is None else v.speedup for v in (whole, *told)]
+        verdicts = [verdict_of(measurement, way, load.name, category) for category in categories]
+        whole = verdict_of(measurement, way, load.name)
+        groups[way] = [None if v is None else v.speedup for v in (whole, *verdicts)]
     return Dots(
         title="Speedup by category",
         x=f"speedup over {baseline}, {load.name}",
@@ -345,7 +351,8 @@ def _efficiency(rows: Sequence[Row]) -> IntervalEstimate:
 def by_concurrency(shown: Shown) -> Figure | None:
     """Throughput against the number of conversations at once."""
     loads = sorted(
-        (load for load in shown.found.plan.loads if isinstance(load, ClosedLoop)), key=lambda load: load.concurrency
+        (load for load in shown.measurement.plan.loads if isinstance(load, ClosedLoop)),
+        key=lambda load: load.concurrency,
     )
     if len(loads) < 2:
         return None
@@ -371,7 +378,9 @@ def _throughput(rows: Sequence[Row]) -> IntervalEstimate:
 
 def by_rate(shown: Shown) -> list[Figure | None]:
     """Throughput, and latency, against the arrival rate."""
-    loads = sorted((load for load in shown.found.plan.loads if isinstance(load, OpenLoop)), key=lambda load: load.rate)
+    loads = sorted(
+        (load for load in shown.measurement.plan.loads if isinstance(load, OpenLoop)), key=lambda load: load.rate
+    )
     if not loads:
         return []
 
@@ -379,12 +388,12 @@ def by_rate(shown: Shown) -> list[Figure | None]:
         return float(getattr(load, "rate", 0.0))
 
     def tpot(way: str, load: Load) -> IntervalEstimate:
-        told = metrics.percentiles(metrics.time_per_output_token(shown.served(way, load))) or {}
-        return IntervalEstimate(**{name: 1000 * told.get(p, 0.0) for name, p in _MIDDLE_TO_WORST.items()})
+        seconds = metrics.percentiles(metrics.time_per_output_token(shown.served(way, load))) or {}
+        return IntervalEstimate(**{name: 1000 * seconds.get(p, 0.0) for name, p in _MIDDLE_TO_WORST.items()})
 
     def ttft(way: str, load: Load) -> IntervalEstimate:
-        told = metrics.percentiles(metrics.time_to_first_token(shown.served(way, load))) or {}
-        return IntervalEstimate(**{name: 1000 * told.get(p, 0.0) for name, p in _MIDDLE_TO_WORST.items()})
+        seconds = metrics.percentiles(metrics.time_to_first_token(shown.served(way, load))) or {}
+        return IntervalEstimate(**{name: 1000 * seconds.get(p, 0.0) for name, p in _MIDDLE_TO_WORST.items()})
 
     rates = _over_loads(shown, loads, at, lambda way, load: _throughput(shown.rows(way, load)))
     return [
@@ -416,10 +425,10 @@ def _over_loads(
 ) -> list[Curve]:
     """A curve for each way over the loads under which it ran."""
     curves = []
-    for way in shown.found.ways:
-        own = [load for load in loads if shown.rows(way, load)]
-        if own:
-            curves.append(Curve(label=way, x=[at(load) for load in own], y=[figure(way, load) for load in own]))
+    for way in shown.measurement.ways:
+        done = [load for load in loads if shown.rows(way, load)]
+        if done:
+            curves.append(Curve(label=way, x=[at(load) for load in done], y=[figure(way, load) for load in done]))
     return curves
 
 
@@ -439,12 +448,12 @@ def parts(shown: Shown, load: Load) -> Figure | None:
             amounts.setdefault(part, []).append(1000 * seconds / tokens)
     if not names:
         return None
-    told = {part: values for part, values in amounts.items() if any(values)}
+    nonzero = {part: values for part, values in amounts.items() if any(values)}
     return Stacks(
         title="Where the time of a token goes",
         x=f"milliseconds per output token, {load.name}",
         names=names,
-        parts=told,
+        parts=nonzero,
         reading="A draft pays where it shortens the target's part by more than all other parts grow.",
     )
 

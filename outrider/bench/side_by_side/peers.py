@@ -105,24 +105,24 @@ class Peers:
 
     def ways(self) -> list[BatchWay]:
         """Start the engines, and compare their tokens with the target's."""
-        found = []
+        ways = []
         if TRANSFORMERS in self.options.names:
-            found.append(transformers_way(TRANSFORMERS, self.engine, self.generation))
+            ways.append(transformers_way(TRANSFORMERS, self.engine, self.generation))
         if ASSISTED in self.options.names:
-            found += self._assisted()
+            ways += self._assisted()
         for name in self.options.outside:
-            found += self._outside(name)
-        return found
+            ways += self._outside(name)
+        return ways
 
     def _assisted(self) -> list[BatchWay]:
         """transformers' own speculation: prompt lookup, and assisted generation with the draft model."""
         engine, generation, drafted = self.engine, self.generation, self.options.draft_tokens
-        found = [transformers_way(f"{TRANSFORMERS}, prompt lookup", engine, generation, lookup=drafted)]
+        ways = [transformers_way(f"{TRANSFORMERS}, prompt lookup", engine, generation, lookup=drafted)]
         name, assistant = f"{TRANSFORMERS}, assisted", draft_model_of(engine)
         if assistant is None:
             self.left_out[name] = "the setup has no draft model"
-            return found
-        return [*found, transformers_way(name, engine, generation, assistant=assistant, draft=drafted)]
+            return ways
+        return [*ways, transformers_way(name, engine, generation, assistant=assistant, draft=drafted)]
 
     def _outside(self, name: str) -> list[BatchWay]:
         """An engine in all its modes, each in a process of its own."""
@@ -133,7 +133,7 @@ class Peers:
         except CannotMake as error:
             self.left_out[other.title] = str(error)
             return []
-        found = []
+        ways = []
         temperature = 1.0 if self.generation.sampling is None else self.generation.sampling.temperature
         for mode in other.modes:
             title = f"{other.title}, {mode}"
@@ -160,8 +160,8 @@ class Peers:
             except (CannotMake, Stopped, Refused) as error:
                 self.left_out[title] = str(error)
                 continue
-            found.append(driver_way(title, self.engine, process, temperature, drafts=mode != "plain"))
-        return found
+            ways.append(driver_way(title, self.engine, process, temperature, drafts=mode != "plain"))
+        return ways
 
     @property
     def _dtype(self) -> str:
@@ -175,11 +175,11 @@ class Peers:
         if name in self.options.pythons:
             place = (folder / name).absolute()
             place.mkdir(parents=True, exist_ok=True)
-            return EnvironmentFolder(place=place, pins=(), given=self.options.pythons[name].absolute())
+            return EnvironmentFolder(place=place, pins=(), other_python=self.options.pythons[name].absolute())
         if not environment.is_made(folder) and not self.options.make:
             named = f"name a Python that has it with --{name}-python, or " if name != "llama" else ""
             raise CannotMake(f"it is not installed; {named}let `--make-environments` install it")
-        return environment.made(folder)
+        return environment.ready(folder)
 
     def _models(self, other: PeerEngine, room: EnvironmentFolder) -> tuple[Path, Path | None]:
         """Target and draft model in the engine's format. Raises CannotMake where that is not possible."""
@@ -208,11 +208,11 @@ class Peers:
             [tokens] = process.ask(
                 DriverRequest(prompts=[prompt], new_tokens=self.new_tokens, temperature=0.0, seed=0)
             ).tokens
-            found = agreement(target.model, prompt, tokens)
-            if found.gap > NEARLY[self._dtype]:
+            compared = agreement(target.model, prompt, tokens)
+            if compared.gap > NEARLY[self._dtype]:
                 raise CannotMake(
-                    f"it does not say what the target says: at temperature 0, token {found.first} of an answer is "
-                    f"{found.gap:.2f} logits behind the target's own"
+                    f"it does not say what the target says: at temperature 0, token {compared.first} of an answer is "
+                    f"{compared.gap:.2f} logits behind the target's own"
                 )
 
     def _compare_drawn(self, process: Process, temperature: float) -> None:
@@ -220,15 +220,15 @@ class Peers:
         if temperature == 0:
             return
         target: Any = self.engine.parts.target
-        found = Surprise(excess=0.0, variance=0.0)
+        total = Surprise(excess=0.0, variance=0.0)
         for prompt in self.greedy[:NUM_COMPARED]:
             asked = DriverRequest(prompts=[prompt], new_tokens=self.new_tokens, temperature=temperature, seed=0)
             [tokens] = process.ask(asked).tokens
-            found += surprise(target.model, prompt, tokens, temperature)
-        if found.deviations > MOST_SURPRISING:
+            total += surprise(target.model, prompt, tokens, temperature)
+        if total.deviations > MOST_SURPRISING:
             raise CannotMake(
                 f"it does not draw what the target draws: at temperature {temperature:g} its tokens are "
-                f"{found.deviations:.0f} standard deviations more surprising than the target's own"
+                f"{total.deviations:.0f} standard deviations more surprising than the target's own"
             )
 
 

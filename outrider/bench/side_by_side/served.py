@@ -50,10 +50,10 @@ class Served:
 
     def written(self) -> dict[str, Any]:
         """As a value of JSON; a step is a list of four numbers, times have six digits behind the point."""
-        found = dict(vars(self))
+        values = dict(vars(self))
         for name in ("arrived", "first", "ended"):
-            found[name] = None if found[name] is None else round(found[name], 6)
-        return found | {"steps": [[s.drafted, s.accepted, s.emitted, round(s.at, 6)] for s in self.steps]}
+            values[name] = None if values[name] is None else round(values[name], 6)
+        return values | {"steps": [[s.drafted, s.accepted, s.emitted, round(s.at, 6)] for s in self.steps]}
 
     @classmethod
     def read(cls, value: Mapping[str, Any]) -> "Served":

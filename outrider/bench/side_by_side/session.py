@@ -130,7 +130,7 @@ class Measurement:
         stopped: Configurations that the gate stopped, with the reason.
         left_out: What else is left out, with the reason.
         rows: One for each turn.
-        made: Under what the first row came about.
+        circumstances: Under what the first row came about.
         device: Where the target is.
     """
 
@@ -145,7 +145,7 @@ class Measurement:
     stopped: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
-    made: Mapping[str, Any] = field(default_factory=dict)
+    circumstances: Mapping[str, Any] = field(default_factory=dict)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
@@ -180,15 +180,15 @@ def measure(
         first = assemble(shared)
     generation, room = settled(plan, first), first.parts.target.max_context - 1
     player = Player(encoder=encoder, max_new_tokens=generation.max_new_tokens, room=room)
-    found = Measurement(
+    measurement = Measurement(
         plan=plan,
-        target=told(plan.setup.target or "embedded"),
+        target=setting_text(plan.setup.target or "embedded"),
         workload=workload,
         asked=asked,
         device=first.parts.target.device,
     )
-    with folder(plan.out, COMMAND, arguments(found, generation)) as place:
-        engines = checked(plan, shared, first, found)
+    with folder(plan.out, COMMAND, arguments(measurement, generation)) as place:
+        engines = checked(plan, shared, first, measurement)
         ways: list[Way] = [
             EngineWay(name=PLAIN, engine=first.plain(), generation=generation, drafts=False, columns=1),
             *(EngineWay(name=name, engine=engine, generation=generation) for name, engine in engines.items()),
@@ -202,22 +202,22 @@ def measure(
             batch=plan.concurrency,
             threads=torch.get_num_threads(),
             revision=plan.setup.revision,
-            left_out=found.left_out,
+            left_out=measurement.left_out,
         )
         with peers:
             if plan.peers.names:
                 with task("other engines"):
                     ways += peers.ways()
-            found.ways = [way.name for way in ways]
-            found.drafting = {way.name for way in ways if way.drafts}
-            found.outside = {way.name for way in ways if way.outside}
-            _take_turns(found, place, player, ways, tell)
-        found.made = place.made
-        finish(found, place)
-    return found
+            measurement.ways = [way.name for way in ways]
+            measurement.drafting = {way.name for way in ways if way.drafts}
+            measurement.outside = {way.name for way in ways if way.outside}
+            _take_turns(measurement, place, player, ways, tell)
+        measurement.circumstances = place.circumstances
+        finish(measurement, place)
+    return measurement
 
 
-def told(value: object) -> str:
+def setting_text(value: object) -> str:
     """A value of a setup as a text; of a model or a part in memory its class."""
     return str(value) if isinstance(value, str | int | float) else type(value).__name__
 
@@ -255,30 +255,30 @@ def settled(plan: BenchPlan, engine: Engine) -> Generation:
     return replace(plan.generation, sampling=sampling, ignore_eos=ignore_eos)
 
 
-def arguments(found: Measurement, generation: Generation) -> dict[str, object]:
+def arguments(measurement: Measurement, generation: Generation) -> dict[str, object]:
     """What rows depend on: rows of other arguments are not merged.
 
     Besides what was given these are hashes of what is asked, and the versions of what answers.
     """
-    plan, made = found.plan, circumstances({})
+    plan, here = measurement.plan, circumstances({})
     sampling = {name: value for name, value in vars(generation.sampling).items() if name != "processors"}
     return {
-        "setup": {name: told(value) for name, value in plan.setup.given().items()},
+        "setup": {name: setting_text(value) for name, value in plan.setup.given().items()},
         "max_new_tokens": generation.max_new_tokens,
         "ignore_eos": generation.ignore_eos,
         "sampling": {name: str(value) for name, value in sampling.items()},
         "seed": plan.seed,
-        "workload": found.workload.name,
-        "workload_sha256": found.workload.sha256,
-        "token_ids_sha256": found.asked.token_ids,
-        "chat_template_sha256": found.asked.template,
+        "workload": measurement.workload.name,
+        "workload_sha256": measurement.workload.sha256,
+        "token_ids_sha256": measurement.asked.token_ids,
+        "chat_template_sha256": measurement.asked.template,
         "versions": {
             "outrider": outrider.__version__,
-            "commit": str(made["commit"]),
+            "commit": str(here["commit"]),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "cpu": str(made["cpu"]),
+        "cpu": str(here["cpu"]),
         "threads": torch.get_num_threads(),
         "configurations": [each.name for each in plan.configurations],
         "peers": list(plan.peers.names),
@@ -289,7 +289,7 @@ def arguments(found: Measurement, generation: Generation) -> dict[str, object]:
     }
 
 
-def checked(plan: BenchPlan, shared: Setup, first: Engine, found: Measurement) -> dict[str, Engine]:
+def checked(plan: BenchPlan, shared: Setup, first: Engine, measurement: Measurement) -> dict[str, Engine]:
     """An engine for each configuration whose parts fit and that passes the gate; the others are noted.
 
     Raises:
@@ -303,13 +303,13 @@ def checked(plan: BenchPlan, shared: Setup, first: Engine, found: Measurement) -
             except InputError as error:
                 if not each.swept:
                     raise InputError(f"{each.name}: {error}") from error
-                found.left_out[each.name] = str(error)
+                measurement.left_out[each.name] = str(error)
             else:
                 try:
-                    found.passed[each.name] = passed(engine, plan.gate_limit)
+                    measurement.passed[each.name] = passed(engine, plan.gate_limit)
                     engines[each.name] = engine
                 except NotLossless as error:
-                    found.stopped[each.name] = str(error)
+                    measurement.stopped[each.name] = str(error)
             bar.advance()
     return engines
 
@@ -346,19 +346,19 @@ def groups_of(conversations: Sequence[Conversation], load: Load, *, alone: bool)
 
 
 def _take_turns(
-    found: Measurement, place: Folder, player: Player, ways: Sequence[Way], tell: Callable[[Row], None]
+    measurement: Measurement, place: Folder, player: Player, ways: Sequence[Way], tell: Callable[[Row], None]
 ) -> None:
     """All ways take turns on all groups of every load, after a warm-up."""
-    plan, began = found.plan, time.monotonic()
+    plan, began = measurement.plan, time.monotonic()
     for number, load in enumerate(plan.loads):
         until = None if plan.time_limit is None else began + plan.time_limit * (number + 1) / len(plan.loads)
-        groups = groups_of(found.asked.conversations, load, alone=bool(found.outside))
-        for row in under_load(found, place, player, ways, load, groups, SessionClock(until=until)):
+        groups = groups_of(measurement.asked.conversations, load, alone=bool(measurement.outside))
+        for row in under_load(measurement, place, player, ways, load, groups, SessionClock(until=until)):
             tell(row)
 
 
 def under_load(
-    found: Measurement,
+    measurement: Measurement,
     place: Folder,
     player: Player,
     ways: Sequence[Way],
@@ -372,17 +372,17 @@ def under_load(
         place: Keeps the rows.
         clock: Whether a turn may still be taken.
     """
-    plan = found.plan
+    plan = measurement.plan
     todo = list(turns(ways, groups, rounds=plan.rounds, seed=f"{plan.seed}/{load.name}"))
     taken = {row["turn"] for row in place.rows if row.get("phase") == load.name}
     if any(turn.name not in taken for turn in todo):
-        _warm_up(found, player, ways, groups[0], load)
+        _warm_up(measurement, player, ways, groups[0], load)
 
     def run(turn: Turn[Way, Group]) -> Row | None:
-        return _row(found, player, load, turn) if clock.allows(turn) else None
+        return _row(measurement, player, load, turn) if clock.allows(turn) else None
 
     rows = place.take(load.name, todo, run)
-    found.rows += rows
+    measurement.rows += rows
     return rows
 
 
@@ -407,7 +407,7 @@ class SessionClock:
         return False
 
 
-def _warm_up(found: Measurement, player: Player, ways: Sequence[Way], group: Group, load: Load) -> None:
+def _warm_up(measurement: Measurement, player: Player, ways: Sequence[Way], group: Group, load: Load) -> None:
     """Let every way play the beginning of a group once."""
     short = replace(player, max_new_tokens=min(player.max_new_tokens, WARM_TOKENS))
     few = ClosedLoop(concurrency=load.concurrency if isinstance(load, ClosedLoop) else 1)
@@ -415,23 +415,23 @@ def _warm_up(found: Measurement, player: Player, ways: Sequence[Way], group: Gro
     with task(f"{load.name}: warm-up", len(ways), "runs") as bar:
         for way in ways:
             try:
-                way.play(short, asked, few, found.plan.seed)
+                way.play(short, asked, few, measurement.plan.seed)
             except LeftOut as error:
-                found.left_out[f"{way.name}, {load.name}"] = str(error)
+                measurement.left_out[f"{way.name}, {load.name}"] = str(error)
             bar.advance()
 
 
-def _row(found: Measurement, player: Player, load: Load, turn: Turn[Way, Group]) -> Row | None:
+def _row(measurement: Measurement, player: Player, load: Load, turn: Turn[Way, Group]) -> Row | None:
     """One turn as a line of `rows.jsonl`; None where a way does not do it."""
     way, group = turn.way, turn.job
     case = f"{way.name}, {load.name}"
-    if case in found.left_out:
+    if case in measurement.left_out:
         return None
     try:
-        with measured(found.device) as reading:
-            played = way.play(player, group.conversations, load, found.plan.seed + turn.round)
+        with measured(measurement.device) as reading:
+            played = way.play(player, group.conversations, load, measurement.plan.seed + turn.round)
     except LeftOut as error:
-        found.left_out[case] = str(error)
+        measurement.left_out[case] = str(error)
         return None
     return {
         "method": way.name,

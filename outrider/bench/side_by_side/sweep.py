@@ -44,32 +44,32 @@ class Point:
 
 def measure_point(plan: BenchPlan, configuration: Configuration) -> Point:
     """Measure one configuration beside plain decoding, with nothing written."""
-    found = measure(replace(plan, configurations=(configuration,), out=None))
-    return as_point(found, configuration.name)
+    measurement = measure(replace(plan, configurations=(configuration,), out=None))
+    return as_point(measurement, configuration.name)
 
 
-def as_point(found: Measurement, name: str) -> Point:
+def as_point(measurement: Measurement, name: str) -> Point:
     """What a measurement says of one of its configurations, under its first load."""
-    load = found.plan.loads[0].name
-    own = next((each for each in summary(found) if (each["way"], each["load"]) == (name, load)), None)
-    stopped = found.stopped.get(name)
-    reason = stopped or found.left_out.get(name) or (None if own else "it made no run")
+    load = measurement.plan.loads[0].name
+    figures = next((each for each in summary(measurement) if (each["way"], each["load"]) == (name, load)), None)
+    stopped = measurement.stopped.get(name)
+    reason = stopped or measurement.left_out.get(name) or (None if figures else "it made no run")
     return Point(
         key=name,
-        made=made_of(found),
+        made=made_of(measurement),
         load=load,
-        speedup=None if own is None or own["speedup"] is None else tuple(own["speedup"]),
-        output_throughput=None if own is None else own["output_throughput"],
-        block_efficiency=None if own is None else own["block_efficiency"],
+        speedup=None if figures is None or figures["speedup"] is None else tuple(figures["speedup"]),
+        output_throughput=None if figures is None else figures["output_throughput"],
+        block_efficiency=None if figures is None else figures["block_efficiency"],
         reason=reason,
         stopped=stopped is not None,
     )
 
 
-def made_of(found: Measurement) -> str:
+def made_of(measurement: Measurement) -> str:
     """What a point depends on besides its configuration, as a text."""
-    own = {name: value for name, value in found.made["arguments"].items() if name not in ("configurations",)}
-    return json.dumps(own, sort_keys=True)
+    arguments = measurement.circumstances["arguments"]
+    return json.dumps({name: arguments[name] for name in arguments if name != "configurations"}, sort_keys=True)
 
 
 def run_sweep(
@@ -87,8 +87,8 @@ def run_sweep(
     """
     kept = Points(None if plan.out is None else plan.out / ROWS)
     if ray is not None:
-        found = on_ray(plan, [each for each in grid(axes) if each.name not in kept.points], ray)
-        for each in found:
+        points = on_ray(plan, [each for each in grid(axes) if each.name not in kept.points], ray)
+        for each in points:
             kept.add(each)
     elif trials is not None:
         by_optuna(plan, axes, trials, kept)
@@ -106,30 +106,30 @@ class Points:
                 if line:
                     self._take(_read(line, file))
 
-    def add(self, found: Point) -> None:
+    def add(self, point: Point) -> None:
         """Keep a point, and write it. Raises InputError if it was made under other circumstances than the others."""
-        self._take(found)
+        self._take(point)
         if self._file is not None:
             with files.written(self._file):
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 text = "".join(json.dumps(asdict(each)) + "\n" for each in self.points.values())
                 files.replace(self._file, text.encode())
 
-    def _take(self, found: Point) -> None:
+    def _take(self, point: Point) -> None:
         other = next(iter(self.points.values()), None)
-        if other is not None and settled(other.made) != settled(found.made):
-            theirs, ours = settled(other.made), settled(found.made)
+        if other is not None and settled(other.made) != settled(point.made):
+            theirs, ours = settled(other.made), settled(point.made)
             changed = sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name))
             raise InputError(
                 f"{self._file or 'the sweep'} has points of a run with another {', '.join(changed)}; give another "
                 "folder with --out"
             )
-        self.points[found.key] = found
+        self.points[point.key] = point
 
 
-def settled(made: str) -> dict[str, Any]:
+def settled(text: str) -> dict[str, Any]:
     """What must be the same for points to be merged. Machines of a cluster may differ: speedups are of one machine."""
-    return {name: value for name, value in json.loads(made).items() if name not in ("cpu", "threads")}
+    return {name: value for name, value in json.loads(text).items() if name not in ("cpu", "threads")}
 
 
 def _read(line: str, file: Path) -> Point:

@@ -75,23 +75,23 @@ def units(rows: Sequence[Row]) -> list[Row]:
     Seconds of a group are those of its run. Seconds of a block are the latencies of its requests, because a run at a
     given rate takes as long however fast the engine is.
     """
-    found: list[Row] = []
+    resampled: list[Row] = []
     for row in rows:
         served = [Served.read(each) for each in row["served"]]
         if row["load"].startswith("concurrency"):
-            found.append(row)
+            resampled.append(row)
             continue
         last = max((each.arrived for each in served), default=0.0)
         length = min(BLOCK_SECONDS, last / BLOCKS) or BLOCK_SECONDS
         blocks: dict[int, list[Served]] = defaultdict(list)
         for each in served:
             blocks[int(each.arrived / length)].append(each)
-        for number, own in blocks.items():
-            seconds = sum(each.ended - each.arrived for each in own)
-            tokens = sum(each.num_tokens for each in own)
+        for number, requests in blocks.items():
+            seconds = sum(each.ended - each.arrived for each in requests)
+            tokens = sum(each.num_tokens for each in requests)
             block = {"prompt": f"block {number}", "category": "", "tokens": tokens, "seconds": seconds}
-            found.append({**row, **block})
-    return [row for row in found if row["tokens"] > 0]
+            resampled.append({**row, **block})
+    return [row for row in resampled if row["tokens"] > 0]
 
 
 def of_way(rows: Sequence[Row], way: str, load: str) -> list[Row]:
@@ -105,26 +105,26 @@ def common(*ways: Sequence[Row]) -> list[str]:
     return sorted(shared)
 
 
-def baseline_of(found: Measurement, load: str) -> str | None:
+def baseline_of(measurement: Measurement, load: str) -> str | None:
     """The fastest way that drafts nothing and runs in this process; None if there is none."""
     rates = {}
-    for way in found.ways:
-        own = units(of_way(found.rows, way, load))
-        if own and way not in found.drafting and way not in found.outside:
-            rates[way] = rate(own)
+    for way in measurement.ways:
+        rows = units(of_way(measurement.rows, way, load))
+        if rows and way not in measurement.drafting and way not in measurement.outside:
+            rates[way] = rate(rows)
     return max(rates, key=rates.__getitem__) if rates else None
 
 
-def verdict_of(found: Measurement, way: str, load: str, category: str | None = None) -> SpeedupVerdict | None:
+def verdict_of(measurement: Measurement, way: str, load: str, category: str | None = None) -> SpeedupVerdict | None:
     """The verdict on a way under a load; None where one of both did nothing.
 
     Args:
         category: Of these requests alone.
     """
-    plain = baseline_of(found, load)
+    plain = baseline_of(measurement, load)
     if plain is None:
         return None
-    ours, theirs = (units(of_way(found.rows, name, load)) for name in (way, plain))
+    ours, theirs = (units(of_way(measurement.rows, name, load)) for name in (way, plain))
     if category is not None:
         ours, theirs = ([row for row in rows if row["category"] == category] for rows in (ours, theirs))
     prompts = common(ours, theirs)
@@ -135,23 +135,27 @@ def verdict_of(found: Measurement, way: str, load: str, category: str | None = N
     return SpeedupVerdict(way=way, load=load, baseline=plain, speedup=estimate, num_units=len(prompts))
 
 
-def chief(found: Measurement) -> SpeedupVerdict | None:
+def chief(measurement: Measurement) -> SpeedupVerdict | None:
     """The verdict on the fastest configuration of Outrider that drafts, under the first load that has one."""
-    own = {each.name for each in found.plan.configurations}
-    for load in found.plan.loads:
-        verdicts = [verdict_of(found, way, load.name) for way in found.ways if way in found.drafting & own]
+    ours = {each.name for each in measurement.plan.configurations}
+    for load in measurement.plan.loads:
+        verdicts = [
+            verdict_of(measurement, way, load.name) for way in measurement.ways if way in measurement.drafting & ours
+        ]
         known = [each for each in verdicts if each is not None]
         if known:
             return max(known, key=lambda each: each.speedup.value)
     return None
 
 
-def headline(found: Measurement) -> str:
+def headline(measurement: Measurement) -> str:
     """The sentence that opens every report."""
-    best = chief(found)
+    best = chief(measurement)
     if best is None:
         return "Nothing was measured that drafts; see what was stopped or left out."
-    others = [verdict_of(found, way, best.load) for way in found.ways if way not in (best.way, best.baseline)]
+    others = [
+        verdict_of(measurement, way, best.load) for way in measurement.ways if way not in (best.way, best.baseline)
+    ]
     known = [each for each in others if each is not None]
     if not known:
         return best.sentence()

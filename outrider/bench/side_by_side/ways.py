@@ -176,7 +176,7 @@ def transformers_way(
         if alone and len(prompts) > 1:
             raise LeftOut("transformers' own speculation takes one prompt at a time")
         engine.rest()
-        made = generate(
+        generated = generate(
             target.model,
             prompts,
             max_new_tokens=num_tokens,
@@ -187,7 +187,7 @@ def transformers_way(
             num_assistant_tokens=draft,
             prompt_lookup_num_tokens=lookup,
         )
-        return made.tokens, made.seconds
+        return generated.tokens, generated.seconds
 
     return BatchWay(name=name, answer=answer, decode=decoder(engine), drafts=alone, outside=False)
 
@@ -197,14 +197,18 @@ def driver_way(name: str, engine: Engine, driver: Driver, temperature: float, *,
 
     def answer(prompts: list[list[int]], num_tokens: int, seed: int) -> tuple[Sequence[Sequence[int]], float]:
         try:
-            made = driver.ask(DriverRequest(prompts=prompts, new_tokens=num_tokens, temperature=temperature, seed=seed))
+            output = driver.ask(
+                DriverRequest(prompts=prompts, new_tokens=num_tokens, temperature=temperature, seed=seed)
+            )
         except (Refused, Stopped) as error:
             raise LeftOut(str(error)) from error
-        counts = sorted({len(tokens) for tokens in made.tokens})
-        if counts != [num_tokens] or len(made.tokens) != len(prompts):
-            said = ", ".join(map(str, counts))
-            raise LeftOut(f"it wrote {said} tokens for {len(made.tokens)} prompts, not {num_tokens} for {len(prompts)}")
-        return made.tokens, made.seconds
+        counts = sorted({len(tokens) for tokens in output.tokens})
+        if counts != [num_tokens] or len(output.tokens) != len(prompts):
+            lengths = ", ".join(map(str, counts))
+            raise LeftOut(
+                f"it wrote {lengths} tokens for {len(output.tokens)} prompts, not {num_tokens} for {len(prompts)}"
+            )
+        return output.tokens, output.seconds
 
     return BatchWay(name=name, answer=answer, decode=decoder(engine), drafts=drafts, outside=True)
 
@@ -214,8 +218,8 @@ def decoder(engine: Engine) -> Callable[[Sequence[int]], str]:
 
     def decode(tokens: Sequence[int]) -> str:
         ends = [i for i, token in enumerate(tokens) if token in engine.eos_ids]
-        told = list(tokens[: ends[0]] if ends else tokens)
+        kept = list(tokens[: ends[0]] if ends else tokens)
         tokenizer: Any = engine.tokenizer
-        return str(tokenizer.decode(told, skip_special_tokens=True)) if tokenizer is not None else ""
+        return str(tokenizer.decode(kept, skip_special_tokens=True)) if tokenizer is not None else ""
 
     return decode

@@ -49,10 +49,10 @@ class Conversation:
         Args:
             answers: What the model has said so far.
         """
-        found: list[Message] = list(self.opening)  # type: ignore[arg-type]
+        messages: list[Message] = list(self.opening)  # type: ignore[arg-type]
         for answer, reply in zip(answers, self.replies, strict=False):
-            found += [{"role": "assistant", "content": answer}, *reply]
-        return found
+            messages += [{"role": "assistant", "content": answer}, *reply]
+        return messages
 
     @property
     def is_chat(self) -> bool:

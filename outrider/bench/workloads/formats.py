@@ -57,12 +57,12 @@ def user(text: str) -> Message:
 def played(record: FileRecord) -> RecordedConversation:
     """The conversation of a record. Raises InputError if it holds none."""
     try:
-        found = conversation_of(record.fields)
+        conversation = conversation_of(record.fields)
     except InputError as error:
         raise InputError(f"{record.place}: {error}") from error
-    if found is None:
+    if conversation is None:
         raise InputError(f"{record.place} holds no conversation; it must have `turns` or `messages`")
-    return found
+    return conversation
 
 
 def single(name: str, ids: tuple[str, ...] = ()) -> Callable[[FileRecord, TraceUnits], Conversation]:
@@ -74,8 +74,8 @@ def single(name: str, ids: tuple[str, ...] = ()) -> Callable[[FileRecord, TraceU
 
 def benchmark(record: FileRecord, _: TraceUnits) -> Conversation:
     """Spec-Bench, MT-bench and SPEED-Bench: the user's turns are played; a system message stays before the first."""
-    found = played(record)
-    messages = [*found.messages, *found.later]
+    conversation = played(record)
+    messages = [*conversation.messages, *conversation.later]
     for each in messages:
         if str(each.get("content", "")).lstrip().upper().startswith(PLACEHOLDER):
             raise InputError(
@@ -88,7 +88,7 @@ def benchmark(record: FileRecord, _: TraceUnits) -> Conversation:
     return Conversation(
         id=record.id("question_id", "prompt_id"),
         category=record.category("conversation"),
-        shape=found.shape,
+        shape=conversation.shape,
         opening=[*(each for each in messages if each["role"] == "system"), asked[0]],
         replies=tuple((each,) for each in asked[1:]),
     )
@@ -96,11 +96,11 @@ def benchmark(record: FileRecord, _: TraceUnits) -> Conversation:
 
 def share_gpt(record: FileRecord, _: TraceUnits) -> Conversation:
     """ShareGPT: the first text is the prompt."""
-    found = played(record)
+    conversation = played(record)
     shape = RecordShape(
         one="ShareGPT conversation", many="ShareGPT conversations", meaning="the first text of each is the prompt"
     )
-    first = str(found.messages[0]["content"])
+    first = str(conversation.messages[0]["content"])
     return Conversation(id=record.id("id"), category="conversation", shape=shape, opening=[user(first)])
 
 
@@ -127,8 +127,8 @@ def trace(record: FileRecord, units: TraceUnits) -> Conversation:
 
 def words(key: int, count: int) -> list[int]:
     """Numbers from 0 to 2^31 that depend on a key alone; the run takes them modulo its vocabulary."""
-    found: list[int] = np.random.default_rng([key & 0xFFFFFFFF, key < 0]).integers(0, 1 << 31, count).tolist()
-    return found
+    numbers: list[int] = np.random.default_rng([key & 0xFFFFFFFF, key < 0]).integers(0, 1 << 31, count).tolist()
+    return numbers
 
 
 def ours(record: FileRecord, _: TraceUnits) -> Conversation:
@@ -143,9 +143,9 @@ def ours(record: FileRecord, _: TraceUnits) -> Conversation:
         settings["arrives"] = record.time("timestamp")
     if not record.has("turns") and not record.has("messages"):
         return Conversation(opening=record.text("prompt"), **settings)
-    found = played(record)
-    replies = tuple((each,) for each in found.later)
-    return Conversation(shape=found.shape, opening=list(found.messages), replies=replies, **settings)
+    conversation = played(record)
+    replies = tuple((each,) for each in conversation.later)
+    return Conversation(shape=conversation.shape, opening=list(conversation.messages), replies=replies, **settings)
 
 
 def custom(record: FileRecord, _: TraceUnits) -> Conversation:

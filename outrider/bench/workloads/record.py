@@ -38,29 +38,29 @@ class FileRecord:
 
     def text(self, name: str) -> str:
         """A text that is not empty."""
-        found = self.fields.get(name)
-        if not isinstance(found, str) or not found:
+        value = self.fields.get(name)
+        if not isinstance(value, str) or not value:
             raise self.wrong(name, "a text")
-        return found
+        return value
 
     def count(self, name: str) -> int:
         """A whole number of at least 1."""
-        found = self.fields.get(name)
-        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        value = self.fields.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.wrong(name, "a whole number >= 1")
-        return found
+        return value
 
     def time(self, name: str) -> float:
         """A number of at least 0."""
-        found = self.fields.get(name)
-        if not isinstance(found, int | float) or isinstance(found, bool) or not found >= 0:
+        value = self.fields.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
             raise self.wrong(name, "a number >= 0")
-        return float(found)
+        return float(value)
 
     def id(self, *names: str) -> str:
         """The first of these fields that is there, as a text; otherwise the record's number."""
-        found = next((self.fields[name] for name in names if self.has(name)), self.number)
-        return str(found)
+        value = next((self.fields[name] for name in names if self.has(name)), self.number)
+        return str(value)
 
     def category(self, usual: str) -> str:
         """Its category, or the usual one."""

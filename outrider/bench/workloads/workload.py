@@ -121,8 +121,8 @@ def _numbered(file: Path) -> list[FileRecord]:
         rows = [dict(row) for row in csv.DictReader(io.StringIO(text))]
         return [FileRecord(place=f"{file}, line {i + 2}", number=i, fields=row) for i, row in enumerate(rows)]
     if text.lstrip().startswith("["):
-        found = parse_json(text, str(file))
-        return [_record(f"{file}, item {i + 1}", i, each) for i, each in enumerate(found)]
+        items = parse_json(text, str(file))
+        return [_record(f"{file}, item {i + 1}", i, each) for i, each in enumerate(items)]
     # Not by splitlines, which also parts lines at characters that may stand in JSON strings.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     return [

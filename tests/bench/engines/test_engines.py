@@ -114,9 +114,9 @@ def test_without_a_compiler_the_sentence_says_what_to_install(monkeypatch, tmp_p
 def test_an_environment_is_made_once_and_again_for_other_pins(tmp_path):
     rooms = []
     first = Environment(name="one", pins=("a==1",), make=rooms.append)
-    room = first.made(tmp_path)
+    room = first.ready(tmp_path)
     assert room.python.exists()
-    assert first.made(tmp_path) == room
+    assert first.ready(tmp_path) == room
     assert len(rooms) == 1
     assert first.is_made(tmp_path)
     assert not replace(first, pins=("a==2",)).is_made(tmp_path)
@@ -126,7 +126,7 @@ def test_a_peer_whose_environment_cannot_be_made_is_left_out(tmp_path):
     (tmp_path / "file").write_text("")
     other = Environment(name="one", pins=(), make=lambda _: None)
     with pytest.raises(CannotMake, match="one cannot be written"):
-        other.made(tmp_path / "file")
+        other.ready(tmp_path / "file")
 
 
 def test_a_wheel_is_required_without_some_packages_and_extras(tmp_path):

@@ -227,7 +227,7 @@ def test_a_biased_configuration_is_stopped_and_the_others_go_on(plan):
     assert found.stopped["biased"].startswith("its law is not the target's: enumerated on small tables, it is off by")
     assert "biased" not in found.ways
     assert {row["method"] for row in found.rows} == {PLAIN, "two", "transformers"}
-    assert "biased" in findings(found).markdown("outrider bench", found.made)
+    assert "biased" in findings(found).markdown("outrider bench", found.circumstances)
 
 
 def test_a_point_that_does_not_fit_is_left_out_and_a_named_one_is_refused(plan):
