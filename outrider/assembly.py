@@ -209,8 +209,8 @@ def completed(setup: Setup) -> Setup:
         >>> completed(Setup("org/target")).drafter, completed(Setup()).length
         ('suffix', 'goodput:fallback=4')
     """
-    own = setup.target is None and setup.drafter is None
-    usual = EMBEDDED if own else replace(USUAL, target=EMBEDDED.target)
+    embedded = setup.target is None and setup.drafter is None
+    usual = EMBEDDED if embedded else replace(USUAL, target=EMBEDDED.target)
     missing = [name for name in ("target", "drafter", "length") if getattr(setup, name) is None]
     return replace(setup, **{name: getattr(usual, name) for name in missing})
 
@@ -219,12 +219,12 @@ def tokenizer_of(setup: Setup) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a target: the named or given one, otherwise the one beside the target; None if there is none."""
     trusted = setup.trust_remote_code
     if isinstance(setup.tokenizer, str):
-        found = open_tokenizer(setup.tokenizer, trust_remote_code=trusted)
-        if found is None:
+        tokenizer = open_tokenizer(setup.tokenizer, trust_remote_code=trusted)
+        if tokenizer is None:
             raise InputError(
                 f"there is no tokenizer in {setup.tokenizer}; give a directory, a GGUF file or a hub id that has one"
             )
-        return found
+        return tokenizer
     if setup.tokenizer is not None:
         if not isinstance(setup.tokenizer, PreTrainedTokenizerBase):
             raise InputError(
@@ -296,13 +296,13 @@ def _runs(setup: Setup, parts: Parts) -> str:
     )
 
 
-def _part(family: Family, given: str | object) -> Any:
+def _part(family: Family, part: str | object) -> Any:
     """A part by its name, or as it was given."""
-    if isinstance(given, str):
-        return catalog.make(family, given)
-    if not isinstance(given, KINDS[family]):
-        raise InputError(f"{family} must be a name of the catalog or a part of that family, got {given!r}")
-    return given
+    if isinstance(part, str):
+        return catalog.make(family, part)
+    if not isinstance(part, KINDS[family]):
+        raise InputError(f"{family} must be a name of the catalog or a part of that family, got {part!r}")
+    return part
 
 
 def _named_verifier(setup: Setup) -> Verifier | None:
@@ -340,9 +340,9 @@ def _model(setup: Setup) -> PreTrainedModel:
         )
     target = unwrapped(setup.target)
     if not isinstance(target, PreTrainedModel):
-        given = f"a {type(target).__name__}" if isinstance(target, Module) else repr(target)
-        raise InputError(f"target must be a directory, a GGUF file, a hub id or a transformers model, got {given}")
-    if foreign := [name for name in OF_LOADING if name in setup.given()]:
+        described = f"a {type(target).__name__}" if isinstance(target, Module) else repr(target)
+        raise InputError(f"target must be a directory, a GGUF file, a hub id or a transformers model, got {described}")
+    if foreign := [name for name in OF_LOADING if name in setup.options()]:
         raise InputError(f"the target is loaded already; leave out {', '.join(foreign)}, or name the target instead")
     return target
 

@@ -132,14 +132,14 @@ class Setup:
                 raise unknown("option", name, KINDS)
         return cls(**options)
 
-    def given(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """The options that are not at their defaults."""
         values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
         return {name: value for name, (value, default) in values.items() if value != default}
 
     def written(self) -> dict[str, Any]:
         """The same, as values that a file can hold. Raises InputError for other values, such as a loaded model."""
-        return {name: _written(name, value) for name, value in self.given().items()}
+        return {name: _written(name, value) for name, value in self.options().items()}
 
     @classmethod
     def read(cls, file: str | os.PathLike[str]) -> "Setup":

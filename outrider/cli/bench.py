@@ -102,15 +102,15 @@ class BenchOptions:
         """When requests come."""
         from outrider.bench.side_by_side.arrivals import ClosedLoop, OpenLoop, Trace
 
-        found: list[Load] = []
+        loads: list[Load] = []
         wanted = self.concurrency or ("1" if self.rate is None and not self.trace else None)
         if wanted is not None:
-            found += [ClosedLoop(concurrency=int(each)) for each in numbers("concurrency", wanted, whole=True)]
+            loads += [ClosedLoop(concurrency=int(each)) for each in numbers("concurrency", wanted, whole=True)]
         if self.rate is not None:
-            found += [OpenLoop(rate=each, seed=seed) for each in numbers("rate", self.rate)]
+            loads += [OpenLoop(rate=each, seed=seed) for each in numbers("rate", self.rate)]
         if self.trace:
-            found.append(Trace(speed=self.trace_speed))
-        return tuple(found)
+            loads.append(Trace(speed=self.trace_speed))
+        return tuple(loads)
 
 
 def numbers(name: str, text: str, *, whole: bool = False) -> list[float]:
@@ -121,13 +121,13 @@ def numbers(name: str, text: str, *, whole: bool = False) -> list[float]:
         [0.5, 2.0]
     """
     try:
-        found = [float(part) for part in text.split(",")]
-        if not all(each > 0 and (not whole or each == int(each)) for each in found):
+        values = [float(part) for part in text.split(",")]
+        if not all(each > 0 and (not whole or each == int(each)) for each in values):
             raise ValueError
     except (ValueError, OverflowError) as error:
         kind = "whole numbers >= 1" if whole else "numbers > 0"
         raise InputError(f"{name} must be {kind} with commas between them, got {shown(text)}") from error
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(values))
 
 
 def bench(
@@ -154,13 +154,13 @@ def bench(
     from outrider.cli.printed import print_line
 
     with progress.shown():
-        found = measure(
+        measurement = measure(
             plan, finish=write_report, tell=print_requests if as_json else lambda row: None, note=print_line
         )
     if options.export is not None:
-        write_profile(found, options.export)
-    print_measurement(found, as_json=as_json)
-    return 1 if found.stopped else 0
+        write_profile(measurement, options.export)
+    print_measurement(measurement, as_json=as_json)
+    return 1 if measurement.stopped else 0
 
 
 def plan_of(setup: Setup, request: RequestOptions, options: BenchOptions, configurations: Sequence[str]) -> "BenchPlan":
@@ -178,7 +178,7 @@ def plan_of(setup: Setup, request: RequestOptions, options: BenchOptions, config
     if options.sweep and options.optuna is None and options.ray is None:
         wanted += grid(axes_of(options))
     seed = request.seed or 0
-    drawing = any(name in DRAWING and name != "seed" for name in request.given())
+    drawing = any(name in DRAWING and name != "seed" for name in request.options())
     generation = request.generation(Sampling())
     return BenchPlan(
         setup=setup,
@@ -218,12 +218,12 @@ def peers_of(options: BenchOptions) -> Any:
     from outrider.bench.side_by_side.peers import PeerOptions, usual_folder
 
     pythons = {"vllm": options.vllm_python, "openvino": options.openvino_python}
-    given = {name: python for name, python in pythons.items() if python is not None}
+    named = {name: python for name, python in pythons.items() if python is not None}
     names = [name.strip() for name in options.peers.split(",") if name.strip()]
     return PeerOptions(
-        names=tuple(dict.fromkeys([*names, *given])),
+        names=tuple(dict.fromkeys([*names, *named])),
         environments=options.environments or usual_folder(),
-        pythons=given,
+        pythons=named,
         make=options.make_environments,
     )
 
@@ -238,10 +238,10 @@ def check_plots() -> None:
         raise needs("a report with plots (--out)", "matplotlib", "bench")
 
 
-def write_report(found: "Measurement", place: Any) -> None:
+def write_report(measurement: "Measurement", place: Any) -> None:
     """Write the report of a measurement into its folder."""
     from outrider.bench.side_by_side.page import findings
 
-    if place.place is not None and found.rows:
-        place.write(findings(found), rows_inside=True)
+    if place.place is not None and measurement.rows:
+        place.write(findings(measurement), rows_inside=True)
         print(f"report: {place.place / 'report.html'}", file=sys.stderr)

@@ -55,13 +55,17 @@ def _only(values: Sequence[float]) -> float | None:
     return values[0] if values else None
 
 
-def print_measurement(found: Measurement, *, as_json: bool) -> None:
+def print_measurement(measurement: Measurement, *, as_json: bool) -> None:
     """Print the verdict and a table; with JSON the verdict goes to standard error, because requests were printed."""
     console = Console(stderr=as_json, highlight=False, soft_wrap=True, width=max(WIDTH, Console().width))
-    console.print(headline(found), style="bold", markup=False)
+    console.print(headline(measurement), style="bold", markup=False)
     if not as_json:
-        _print_table(console, summary(found))
-    for title, reasons in (("lossless", found.passed), ("stopped", found.stopped), ("left out", found.left_out)):
+        _print_table(console, summary(measurement))
+    for title, reasons in (
+        ("lossless", measurement.passed),
+        ("stopped", measurement.stopped),
+        ("left out", measurement.left_out),
+    ):
         for what, why in reasons.items():
             console.print(f"{title}: {what}: {why}", style="yellow", markup=False)
 

@@ -223,7 +223,7 @@ def bench(
     options: BenchOptions,
     remote: RemoteOptions,
     engine: EngineChoice,
-    given: Annotated[
+    configuration_texts: Annotated[
         list[str] | None,
         typer.Option(
             "--with",
@@ -244,10 +244,10 @@ def bench(
     if remote.url is not None or engine.is_vllm:
         from outrider.cli.bench_url import bench_url
 
-        raise typer.Exit(bench_url(setup, request, options, engine, remote, given or [], as_json))
+        raise typer.Exit(bench_url(setup, request, options, engine, remote, configuration_texts or [], as_json))
     from outrider.cli.bench import bench
 
-    raise typer.Exit(bench(setup, request, options, given or [], as_json))
+    raise typer.Exit(bench(setup, request, options, configuration_texts or [], as_json))
 
 
 @app.command()
@@ -256,7 +256,7 @@ def plan(
     setup: Setup,
     request: RequestOptions,
     options: PlanOptions,
-    given: Annotated[
+    more_drafters: Annotated[
         list[str] | None,
         typer.Option("--with", help="Another drafter to compare, as `ngram` or `model:path=...`; several times."),
     ] = None,
@@ -272,7 +272,7 @@ def plan(
     """
     from outrider.cli.plan import plan
 
-    plan(setup, request, options, given or [], flags_for, as_json)
+    plan(setup, request, options, more_drafters or [], flags_for, as_json)
 
 
 @app.command()

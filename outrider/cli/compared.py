@@ -27,16 +27,16 @@ def compared(engine: Engine, prompts: Sequence[Prompt], settings: Sampling, max_
         return figures(compare(engine, asked, generation, rounds=ROUNDS))
 
 
-def print_comparison(found: Mapping[str, Any]) -> None:
+def print_comparison(comparison: Mapping[str, Any]) -> None:
     """Print the result of `compared`."""
     title = f"measured side by side, medians of {ROUNDS} interleaved runs"
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("configuration")
     table.add_column("tokens/s", justify="right")
-    for name, rate in found["tokens_per_second"].items():
+    for name, rate in comparison["tokens_per_second"].items():
         table.add_row(name, f"{rate:.1f}")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(table)
     console.print(
-        f"speedup {found['speedup']:.2f} over {found['plain']}, the fastest that drafts nothing", style="cyan"
+        f"speedup {comparison['speedup']:.2f} over {comparison['plain']}, the fastest that drafts nothing", style="cyan"
     )

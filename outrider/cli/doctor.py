@@ -56,11 +56,11 @@ class DoctorOptions(CheckedOptions):
 def doctor(setup: Setup, plan: DoctorOptions, *, text: Path | None, as_json: bool) -> None:
     """Examine a target and a drafter, measure them, and print the findings."""
     with progress.shown("examining"):
-        found = _diagnosis(setup, plan, text)
+        diagnosis = _diagnosis(setup, plan, text)
     if as_json:
-        print(json.dumps(found.to_json(), indent=2))
+        print(json.dumps(diagnosis.to_json(), indent=2))
     else:
-        _print(found)
+        _print(diagnosis)
 
 
 def _diagnosis(setup: Setup, plan: DoctorOptions, text: Path | None) -> Diagnosis:
@@ -71,9 +71,9 @@ def _diagnosis(setup: Setup, plan: DoctorOptions, text: Path | None) -> Diagnosi
     if text is not None and setup.target is not None and setup.drafter is None:
         raise InputError("--text is for measuring a drafter; give --drafter too, or leave out --text")
     chosen = completed(setup).drafter if setup.target is None else setup.drafter
-    found = _looked_at(completed(setup), None if chosen is None else str(chosen))
+    diagnosis = _looked_at(completed(setup), None if chosen is None else str(chosen))
     if chosen is not None:
-        given = read_file(TEXT if text is None else text)
+        prompts = read_file(TEXT if text is None else text)
         measured = replace(
             setup, drafter=chosen, length=f"fixed:{plan.num_speculative_tokens}", tree="chain", verifier=None
         )
@@ -81,10 +81,10 @@ def _diagnosis(setup: Setup, plan: DoctorOptions, text: Path | None) -> Diagnosi
             engine = opened(replace(measured, decoding="step", allow_lossy=False))
             check_numbers(engine)
         except InputError as error:
-            found = replace(found, refusal=str(error))
+            diagnosis = replace(diagnosis, refusal=str(error))
         else:
-            found = _measured(engine, found, given, plan)
-    return found
+            diagnosis = _measured(engine, diagnosis, prompts, plan)
+    return diagnosis
 
 
 def examine_head(setup: Setup, head: str, *, text: Path | None, as_json: bool) -> None:
@@ -103,17 +103,17 @@ def examine_head(setup: Setup, head: str, *, text: Path | None, as_json: bool) -
                 "there is no tokenizer beside the target, so no text can be read; give one with --tokenizer"
             )
         judge = Judge.listening(engine, [_encoded(engine, prompt) for prompt in some])
-        found = examine(head, judge)
+        report = examine(head, judge)
     if as_json:
-        print(json.dumps(found.to_json(), indent=2))
+        print(json.dumps(report.to_json(), indent=2))
         return
     console = Console(highlight=False, soft_wrap=True)
-    if found.tokens_per_step is not None:
-        line = f"{head}: {found.tokens_per_step:.2f} tokens per step of {found.depth} draft tokens at temperature 1"
+    if report.tokens_per_step is not None:
+        line = f"{head}: {report.tokens_per_step:.2f} tokens per step of {report.depth} draft tokens at temperature 1"
         console.print(f"{line}, along {len(some)} texts of the target", markup=False)
-    for each in found.findings:
+    for each in report.findings:
         console.print(f"- {each.about}: {each.sentence}", markup=False)
-    if not found.findings:
+    if not report.findings:
         console.print("Nothing was found that lowers its acceptance.")
 
 
@@ -121,10 +121,10 @@ def _looked_at(setup: Setup, drafter: str | None) -> Diagnosis:
     """Findings from configs and tokenizers; loads no weights."""
     config = open_config(str(setup.target), revision=setup.revision, trust_remote_code=setup.trust_remote_code)
     side = Side(config=config, tokenizer=tokenizer_of(setup))
-    given = None if drafter is None else catalog.make("drafter", drafter)
+    part = None if drafter is None else catalog.make("drafter", drafter)
     aspects = None
-    if isinstance(given, UnboundModel):
-        aspects = compare_sides(side, Side(config=given.read_config(), tokenizer=given.read_tokenizer()))
+    if isinstance(part, UnboundModel):
+        aspects = compare_sides(side, Side(config=part.read_config(), tokenizer=part.read_tokenizer()))
     return Diagnosis(capabilities=capabilities(config), drafter=drafter, aspects=aspects)
 
 
@@ -137,15 +137,15 @@ def _encoded(engine: Engine, prompt: Prompt) -> list[int]:
 
 def _measured(
     engine: Engine,
-    found: Diagnosis,
-    given: Sequence[Prompt],
+    diagnosis: Diagnosis,
+    prompts: Sequence[Prompt],
     plan: DoctorOptions,
 ) -> Diagnosis:
     """The diagnosis with measurements."""
     if engine.tokenizer is None:
         note = "There is no tokenizer beside the target, so no text can be measured."
-        return replace(found, notes=(note,))
-    texts = _some([_encoded(engine, prompt) for prompt in given], plan.num_tokens, engine)
+        return replace(diagnosis, notes=(note,))
+    texts = _some([_encoded(engine, prompt) for prompt in prompts], plan.num_tokens, engine)
     measured = measure(
         engine,
         texts,
@@ -154,7 +154,7 @@ def _measured(
         rounds=plan.rounds,
         until=Deadline.after(plan.time_limit),
     )
-    return replace(found, **vars(measured))
+    return replace(diagnosis, **vars(measured))
 
 
 def _some(texts: Sequence[Sequence[int]], num_tokens: int, engine: Engine) -> list[list[int]]:
@@ -174,32 +174,32 @@ def _some(texts: Sequence[Sequence[int]], num_tokens: int, engine: Engine) -> li
     return chosen
 
 
-def _print(found: Diagnosis) -> None:
+def _print(diagnosis: Diagnosis) -> None:
     console = Console(highlight=False)
     table = Table(title="the target", title_justify="left", box=None)
     for column in ("feature", "supported", "reason"):
         table.add_column(column, overflow="fold")
-    for each in found.capabilities:
+    for each in diagnosis.capabilities:
         table.add_row(each.feature, "yes" if each.supported else "no", each.reason)
     console.print(table)
-    if found.aspects is not None:
+    if diagnosis.aspects is not None:
         table = Table(title="\ntarget and draft model", title_justify="left", box=None)
         for column in ("", "target", "draft model", "same", "what a difference means"):
             table.add_column(column, overflow="fold")
-        for aspect in found.aspects:
+        for aspect in diagnosis.aspects:
             word = "yes" if aspect.same else "no"
             table.add_row(aspect.name, aspect.target, aspect.draft, word, "" if aspect.same else aspect.means)
         console.print(table)
-    if found.refusal is not None:
-        console.print(f"\nrefused: {found.refusal}", markup=False)
-    for note in found.notes:
+    if diagnosis.refusal is not None:
+        console.print(f"\nrefused: {diagnosis.refusal}", markup=False)
+    for note in diagnosis.notes:
         console.print(f"\n{note}", markup=False)
-    if found.by_position is not None:
-        console.print(_agreement("\nalong the text, by position", "position", found.by_position))
-    if found.by_depth is not None:
-        console.print(_agreement("\ninto drafts that begin in the text, by depth", "depth", found.by_depth))
-    if found.free is not None:
-        free = found.free
+    if diagnosis.by_position is not None:
+        console.print(_agreement("\nalong the text, by position", "position", diagnosis.by_position))
+    if diagnosis.by_depth is not None:
+        console.print(_agreement("\ninto drafts that begin in the text, by depth", "depth", diagnosis.by_depth))
+    if diagnosis.free is not None:
+        free = diagnosis.free
         table = Table(title="\nfree running, by depth", title_justify="left", box=None)
         for column in ("depth", "accepted", "if judged", "sum min(p, q)", "same argmax"):
             table.add_column(column, justify="right")
@@ -213,16 +213,16 @@ def _print(found: Diagnosis) -> None:
             f"{free.num_steps} steps, {free.num_accepted_tokens} of {free.num_draft_tokens} draft tokens accepted, "
             f"block efficiency {free.block_efficiency:.2f}, acceptance {free.acceptance:.1%} of the judged tokens"
         )
-    if found.by_depth and found.free is not None and found.free.rows:
+    if diagnosis.by_depth and diagnosis.free is not None and diagnosis.free.rows:
         console.print(
-            f"sum min(p, q) after what is committed: {found.by_depth[0].alpha:.3f} along the text, "
-            f"{found.free.rows[0].alpha:.3f} free running. Along a text both models go on from words that neither "
+            f"sum min(p, q) after what is committed: {diagnosis.by_depth[0].alpha:.3f} along the text, "
+            f"{diagnosis.free.rows[0].alpha:.3f} free running. Along a text both models go on from words that neither "
             "chose; free running they go on from the target's own, which is what a request does."
         )
-    if found.worth is not None:
-        _print_worth(console, found.worth)
-    if found.worth_together is not None:
-        _print_costs(console, found.worth_together)
+    if diagnosis.worth is not None:
+        _print_worth(console, diagnosis.worth)
+    if diagnosis.worth_together is not None:
+        _print_costs(console, diagnosis.worth_together)
 
 
 def _agreement(title: str, where: str, rows: Sequence[RowAgreement]) -> Table:

@@ -113,16 +113,18 @@ def export(options: ExportOptions, as_json: bool) -> int:
     )
     tell_loading()
     with progress.shown(f"writing the export for {options.to}"):
-        found = written(order)
+        exported = written(order)
     if as_json:
-        print_json(found.values())
+        print_json(exported.values())
     else:
-        _print(found)
+        _print(exported)
     if options.llama_cpp is not None:
         from outrider.handoff.convert import convert
 
         with progress.shown("converting with llama.cpp's script"):
-            convert(order, found.handed, options.llama_cpp / CONVERTER, options.engine_python or Path(sys.executable))
+            convert(
+                order, exported.handed, options.llama_cpp / CONVERTER, options.engine_python or Path(sys.executable)
+            )
     if python is None:
         return 0
     with tempfile.TemporaryDirectory() as room, progress.shown(f"checking the export with {options.to}"):
@@ -166,17 +168,17 @@ def _asked(options: ExportOptions, target: str, room: Path) -> list[str]:
     return ["--target", as_folder(target, str(options.to), room)]
 
 
-def _print(found: "Exported") -> None:
+def _print(exported: "Exported") -> None:
     """The result for people."""
-    handed, expected = found.handed, found.expected
-    drawn = ", with weights drawn at random" if found.order.dry_run else ""
-    print(f"{found.order.out}: a drafter of the kind {handed.name} for {found.order.to} ({handed.method}){drawn}")
+    handed, expected = exported.handed, exported.expected
+    drawn = ", with weights drawn at random" if exported.order.dry_run else ""
+    print(f"{exported.order.out}: a drafter of the kind {handed.name} for {exported.order.to} ({handed.method}){drawn}")
     if "tokens_per_step" in expected:
         print(
             f"measured here at temperature 0: {expected['tokens_per_step']:.2f} tokens per step with drafts of "
             f"{handed.length} tokens"
         )
-    print(f"\nstart it with `sh {found.order.out / 'launch.sh'}`:")
-    print("\n".join(f"  {line}" for line in found.command[2:]))
+    print(f"\nstart it with `sh {exported.order.out / 'launch.sh'}`:")
+    print("\n".join(f"  {line}" for line in exported.command[2:]))
     print("\nwhat is lost:")
-    print("\n".join(f"- {line}" for line in found.losses))
+    print("\n".join(f"- {line}" for line in exported.losses))

@@ -12,8 +12,8 @@ def models(engine: Engine) -> dict[str, LanguageModel]:
     """The target and the draft model, by role; those with recurrent layers, and other drafters, are left out."""
     draft = getattr(engine.parts.drafter, "lm", None)
     # A draft model with another vocabulary stands behind a translation.
-    found = {"target": engine.parts.target, "draft model": getattr(draft, "lm", draft)}
-    return {role: lm for role, lm in found.items() if isinstance(lm, LanguageModel)}
+    by_role = {"target": engine.parts.target, "draft model": getattr(draft, "lm", draft)}
+    return {role: lm for role, lm in by_role.items() if isinstance(lm, LanguageModel)}
 
 
 def heads(engine: Engine) -> list[HeadLM]:
@@ -23,9 +23,9 @@ def heads(engine: Engine) -> list[HeadLM]:
 
 def chosen(engine: Engine) -> dict[str, str]:
     """For each model, how its forwards run, and the times that decided it; for heads, how they run."""
-    found = {role: str(lm.choice) for role, lm in models(engine).items() if lm.choice is not None}
+    by_role = {role: str(lm.choice) for role, lm in models(engine).items() if lm.choice is not None}
     kinds = list(dict.fromkeys(head.forward for head in heads(engine)))
-    return found | ({"head": ", ".join(kinds)} if kinds else {})
+    return by_role | ({"head": ", ".join(kinds)} if kinds else {})
 
 
 def could_be_compiled(engine: Engine) -> bool:

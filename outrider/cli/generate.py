@@ -104,20 +104,20 @@ class GenerateTask:
 
     def wanted(self, prompts: Sequence[PromptEntry]) -> list[Wanted]:
         """The outputs to make."""
-        settings = repr(sorted(self.request.given().items()))
+        settings = repr(sorted(self.request.options().items()))
         grammar = repr(self.request.constraint())
         shared: list[object] = [self.n, self.logprobs, str(self.setup.target), settings, grammar]
         shared += [self.request.tool_schemas()] if self.request.tools is not None else []
         shared += [self.remote.url, self.remote.model] if self.remote.url is not None else []
-        found: list[Wanted] = []
+        outputs: list[Wanted] = []
         for number, entry in enumerate(prompts):
             text = json.dumps([entry.prompt, *shared], sort_keys=True)
             name = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-            found += [
+            outputs += [
                 Wanted(prompt_index=number, sample_index=k, index=self.n * number + k, request=name)
                 for k in range(self.n)
             ]
-        return found
+        return outputs
 
 
 @dataclass(kw_only=True)
@@ -197,7 +197,7 @@ def _make(task: GenerateTask, prompts: Sequence[PromptEntry], wanted: Sequence[W
     request = replace(task.request, max_new_tokens=task.request.max_new_tokens or Generation.max_new_tokens)
     with opened_backend(task.setup, request, task.engine, task.remote, divided=True) as backend:
         engine = backend.engine
-        made = TaskResults(task=task, engine=engine)
+        results = TaskResults(task=task, engine=engine)
         if engine is not None and engine.tokenizer is None:
             raise InputError("there is no tokenizer beside the target, and a text needs one; name it with --tokenizer")
         if engine is not None:
@@ -205,34 +205,34 @@ def _make(task: GenerateTask, prompts: Sequence[PromptEntry], wanted: Sequence[W
         learning = None if engine is None else task.learn.begin(engine)
         try:
             if len(prompts) == len(wanted) == 1 and not task.as_json and task.output is None:
-                _stream(backend, request, prompts[0], made)
+                _stream(backend, request, prompts[0], results)
             else:
-                _together(backend, request, prompts, wanted, made)
-                _complain_of(made)
+                _together(backend, request, prompts, wanted, results)
+                _complain_of(results)
         finally:
             if learning is not None:
                 learning.finish()
-        if learning is not None and made.outputs:
-            print_line(summary(learning, made.outputs))
-        _report(made, [entry.prompt for entry in prompts if entry.prompt and entry.place not in made.failed])
-    raise typer.Exit(made.status)
+        if learning is not None and results.outputs:
+            print_line(summary(learning, results.outputs))
+        _report(results, [entry.prompt for entry in prompts if entry.prompt and entry.place not in results.failed])
+    raise typer.Exit(results.status)
 
 
-def _stream(backend: Backend, request: RequestOptions, entry: PromptEntry, made: TaskResults) -> None:
+def _stream(backend: Backend, request: RequestOptions, entry: PromptEntry, results: TaskResults) -> None:
     """Print one output as it is generated. An interrupt ends it and still prints the measurements."""
     if entry.prompt is None:
         raise entry.error or InputError(f"{entry.place} is empty")
-    backend.add(entry.prompt, request, id="0", logprobs=made.task.logprobs)
+    backend.add(entry.prompt, request, id="0", logprobs=results.task.logprobs)
     output: Output | None = None
     try:
-        updates = _first(backend, made)
+        updates = _first(backend, results)
         if isinstance(entry.prompt, str):
             Console(highlight=False, soft_wrap=True).print(entry.prompt, style="dim", end="", markup=False)
         while output is None:
             for update in updates:
                 print(succeeded(update).text, end="", flush=True)
                 output = update.output
-            updates = [] if output is not None else backend.step(made.keep)
+            updates = [] if output is not None else backend.step(results.keep)
     except KeyboardInterrupt:
         output = backend.cancel("0")
         count = 0 if output is None else len(output.tokens)
@@ -243,15 +243,15 @@ def _stream(backend: Backend, request: RequestOptions, entry: PromptEntry, made:
         print(flush=True)
         raise
     print()
-    made.outputs.append(output)
+    results.outputs.append(output)
 
 
-def _first(backend: Backend, made: TaskResults) -> list[Update]:
+def _first(backend: Backend, results: TaskResults) -> list[Update]:
     """Read the prompt, and return the first updates."""
     updates: list[Update] = []
     with progress.shown(), progress.task("reading the prompt", backend.num_unread_tokens or None, "tokens") as reading:
         while not updates:
-            updates = backend.step(made.keep)
+            updates = backend.step(results.keep)
             reading.reach((reading.total or 0) - backend.num_unread_tokens)
     return updates
 
@@ -261,7 +261,7 @@ def _together(
     request: RequestOptions,
     prompts: Sequence[PromptEntry],
     wanted: Sequence[Wanted],
-    made: TaskResults,
+    results: TaskResults,
 ) -> None:
     """Run all requests together, with a progress bar on standard error. One that fails does not stop the others."""
     running = dict[str, Wanted]()
@@ -272,53 +272,53 @@ def _together(
                 try:
                     if entry.prompt is None:
                         raise entry.error or InputError(f"{entry.place} is empty")
-                    id, logprobs = str(each.index), made.task.logprobs
+                    id, logprobs = str(each.index), results.task.logprobs
                     backend.add(entry.prompt, request, id=id, sample=each.sample_index, logprobs=logprobs)
                     running[id] = each
                 except InputError as error:
-                    made.failed[entry.place] = error
+                    results.failed[entry.place] = error
                     bar.advance()
             while backend.busy:
-                for update in backend.step(made.keep):
+                for update in backend.step(results.keep):
                     if update.output is not None:
                         bar.advance()
                         ended = running[update.id]
                         if update.output.error is not None:
-                            made.failed[prompts[ended.prompt_index].place] = update.output.error
+                            results.failed[prompts[ended.prompt_index].place] = update.output.error
                         else:
-                            made.end(ended, update.output)
+                            results.end(ended, update.output)
         except KeyboardInterrupt:
-            print(f"interrupted after {len(made.outputs)} of {len(wanted)} outputs", file=sys.stderr)
+            print(f"interrupted after {len(results.outputs)} of {len(wanted)} outputs", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
 
 
-def _complain_of(made: TaskResults) -> None:
+def _complain_of(results: TaskResults) -> None:
     """Print the prompts that have no output. If all fail for one reason, raise that error."""
-    errors = list(made.failed.values())
-    if errors and not made.outputs and len({str(error) for error in errors}) == 1:
+    errors = list(results.failed.values())
+    if errors and not results.outputs and len({str(error) for error in errors}) == 1:
         raise errors[0]
-    for place, error in made.failed.items():
-        said = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-        complain(InputError(said if said.startswith(place) else f"{place}: {said}"))
+    for place, error in results.failed.items():
+        reason = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+        complain(InputError(reason if reason.startswith(place) else f"{place}: {reason}"))
 
 
-def _report(made: TaskResults, prompts: Sequence[Prompt]) -> None:
+def _report(results: TaskResults, prompts: Sequence[Prompt]) -> None:
     """Print the measurements."""
-    task, engine = made.task, made.engine
+    task, engine = results.task, results.engine
     report = None
-    if engine is not None and task.compare and made.outputs:
+    if engine is not None and task.compare and results.outputs:
         from outrider.cli.compared import compared
 
         settings = task.request.sampling(engine.sampling)
         report = compared(engine, prompts, settings, task.request.max_new_tokens or Generation.max_new_tokens)
     if task.as_json:
-        for record in made.records if report is not None else ():
+        for record in results.records if report is not None else ():
             print_json(record | {"compare": report})
         return
-    if made.outputs and is_first():
-        print_measures(made.outputs, None if engine is None else why_few_drafts(engine, made.outputs))
+    if results.outputs and is_first():
+        print_measures(results.outputs, None if engine is None else why_few_drafts(engine, results.outputs))
     if engine is not None and task.profile:
-        print_profile(profile([step for steps in made.steps.values() for step in steps]), chosen(engine))
+        print_profile(profile([step for steps in results.steps.values() for step in steps]), chosen(engine))
     if report is not None:
         from outrider.cli.compared import print_comparison
 

@@ -46,22 +46,22 @@ class LearnOptions:
     learn_snapshots: Path | None = None
 
     def __post_init__(self) -> None:
-        if not self.learn and (given := [f.name for f in fields(self) if getattr(self, f.name) != f.default]):
-            raise InputError(f"--{given[0].replace('_', '-')} says how to learn; give --learn too")
+        if not self.learn and (changed := [f.name for f in fields(self) if getattr(self, f.name) != f.default]):
+            raise InputError(f"--{changed[0].replace('_', '-')} says how to learn; give --learn too")
         check(self)
 
     def settings(self) -> OnlineSettings:
         """The same for Python. Raises InputError for a wrong value."""
         from outrider.training.online.pupil import OnlineSettings
 
-        given: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "interval": self.learn_interval,
             "learning_rate": self.learn_rate,
             "divergence": self.learn_divergence,
             "in_thread": self.learn_in_thread,
             "snapshots": self.learn_snapshots,
         }
-        return OnlineSettings(**{name: value for name, value in given.items() if value is not None})
+        return OnlineSettings(**{name: value for name, value in settings.items() if value is not None})
 
     def check(self, setup: Setup) -> None:
         """Raise InputError if the drafter of a setup cannot learn, before anything is loaded."""

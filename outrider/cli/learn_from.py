@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 else:
     Console = Remote = TrainTask = object
 
-LEAST = 2
+LEAST_ANSWERS = 2
 """Fewest answers that something can be learnt from: one to learn, one to watch."""
 
 
@@ -49,7 +49,7 @@ class SourceOptions(CheckedOptions):
 
     url: str | None = None
     admin_key: str | None = None
-    limit: int | None = option(None, least=LEAST)
+    limit: int | None = option(None, least=LEAST_ANSWERS)
     swap: bool = True
 
 
@@ -75,8 +75,8 @@ class LearnTask:
     @property
     def server(self) -> str | None:
         """The URL of the server that gets the weights; None: there is none."""
-        own = self.source if is_url(self.source) else None
-        return self.options.url or own
+        source_url = self.source if is_url(self.source) else None
+        return self.options.url or source_url
 
     def remote(self, url: str) -> Remote:
         """A server, with the admin key."""
@@ -140,14 +140,14 @@ def lessons_from(task: LearnTask) -> list[dict[str, Any]]:
             ) from error
     else:
         text = text_of(Path(task.source), "log of answers", "a file of JSON lines")
-    found = [lesson for line in _lines(text, task.source) for lesson in lessons_of(line)]
-    found = found[-task.options.limit :] if task.options.limit is not None else found
-    if len(found) < LEAST:
+    lessons = [lesson for line in _lines(text, task.source) for lesson in lessons_of(line)]
+    lessons = lessons[-task.options.limit :] if task.options.limit is not None else lessons
+    if len(lessons) < LEAST_ANSWERS:
         raise InputError(
-            f"{task.source} holds {len(found)} answers that a drafter can learn from, and learning needs at least "
-            f"{LEAST}; let the server answer more"
+            f"{task.source} holds {len(lessons)} answers that a drafter can learn from, and learning needs at least "
+            f"{LEAST_ANSWERS}; let the server answer more"
         )
-    return found
+    return lessons
 
 
 def _lines(text: str, source: str) -> Iterator[dict[str, Any]]:
@@ -157,14 +157,14 @@ def _lines(text: str, source: str) -> Iterator[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            found = json.loads(line)
+            content = json.loads(line)
         except ValueError as error:
             if number == len(lines):
                 return
             raise InputError(f"line {number} of {source} is no JSON") from error
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise InputError(f"line {number} of {source} is no JSON object")
-        yield found
+        yield content
 
 
 def learner_of(drafter: str) -> Callable[[LearnTask, DataOptions, Console], dict[str, Any]]:
@@ -174,8 +174,8 @@ def learner_of(drafter: str) -> Callable[[LearnTask, DataOptions, Console], dict
     from outrider.training import task as training
     from outrider.training.options import DistillOptions
 
-    made = catalog.make("drafter", drafter)
-    name, path = catalog.name_of(made), str(getattr(made, "path", ""))
+    part = catalog.make("drafter", drafter)
+    name, path = catalog.name_of(part), str(getattr(part, "path", ""))
     spec = catalog.rows("drafter")[name].kind
     if name == "model":
         return lambda task, data, console: training.distill(

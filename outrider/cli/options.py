@@ -88,18 +88,18 @@ def with_options(*, without: Collection[str] = ()) -> Callable[[Callable[..., No
     """
 
     def expanded(command: Callable[..., None]) -> Callable[..., None]:
-        given = inspect.signature(command).parameters.values()
-        groups: dict[str, Any] = {each.name: each.annotation for each in given if is_dataclass(each.annotation)}
+        declared = inspect.signature(command).parameters.values()
+        groups: dict[str, Any] = {each.name: each.annotation for each in declared if is_dataclass(each.annotation)}
         parameters: list[Parameter] = []
-        for each in given:
+        for each in declared:
             group = groups.get(each.name)
             parameters += [each] if group is None else _parameters(group, without)
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
             try:
-                made = {name: _made(kind, values) for name, kind in groups.items()}
-                command(**made, **values)
+                options = {name: _options_of(kind, values) for name, kind in groups.items()}
+                command(**options, **values)
             except KeyboardInterrupt:
                 print("interrupted", file=sys.stderr)
                 raise typer.Exit(INTERRUPTED) from None
@@ -129,7 +129,7 @@ def _parameters(group: type, without: Collection[str]) -> list[Parameter]:
     """The options of a dataclass. An option that is not given is None, so that a file can set it."""
     heading = HEADINGS.get(group, DRAFTER)
     words, hints = documentation(group), typing.get_type_hints(group)
-    found: list[Parameter] = []
+    parameters: list[Parameter] = []
     for field in fields(group):
         if field.name not in without:
             name, kind, bounds = (
@@ -148,27 +148,27 @@ def _parameters(group: type, without: Collection[str]) -> list[Parameter]:
                 rich_help_panel=heading if bounds is None else bounds.heading or heading,
             )
             annotation = Annotated[kind | None, option]
-            found.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
-    return [*([CONFIG, SAVE_CONFIG] if group is Setup else []), *found]
+            parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    return [*([CONFIG, SAVE_CONFIG] if group is Setup else []), *parameters]
 
 
-def _made(kind: Any, values: dict[str, Any]) -> Any:
+def _options_of(kind: Any, values: dict[str, Any]) -> Any:
     """A dataclass of the options that were given; they are taken out of `values`."""
-    own = {field.name: values.pop(field.name, None) for field in fields(kind)}
+    raw = {field.name: values.pop(field.name, None) for field in fields(kind)}
     hints = typing.get_type_hints(kind)
-    given = {name: _given(name, value, hints[name]) for name, value in own.items() if value not in (None, [])}
+    options = {name: _as_field(name, value, hints[name]) for name, value in raw.items() if value not in (None, [])}
     if issubclass(kind, HeadOptions):
-        return kind.of(given)
+        return kind.of(options)
     if kind is not Setup:
-        return kind(**given)
+        return kind(**options)
     file, place = values.pop("config"), values.pop("save_config")
-    setup = Setup.of(given if file is None else Setup.read(file).given() | given)
+    setup = Setup.of(options if file is None else Setup.read(file).options() | options)
     if place is not None:
         setup.save(place)
     return setup
 
 
-def _given(name: str, value: Any, hint: Any) -> Any:
+def _as_field(name: str, value: Any, hint: Any) -> Any:
     """A value as the field takes it. Raises InputError if a text is no list of whole numbers where one is wanted."""
     if isinstance(value, list):
         return tuple(value)

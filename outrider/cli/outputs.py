@@ -35,11 +35,11 @@ class Wanted:
     def record(self, output: Output) -> dict[str, Any]:
         """The output as an object of JSON."""
         numbers = {"index": self.index, "prompt_index": self.prompt_index, "sample_index": self.sample_index}
-        found = numbers | {"request": self.request} | {name: getattr(output, name) for name in FIELDS}
+        record = numbers | {"request": self.request} | {name: getattr(output, name) for name in FIELDS}
         for name in ("logprobs", "top_logprobs"):
             if getattr(output, name) is not None:
-                found[name] = getattr(output, name)
-        return found
+                record[name] = getattr(output, name)
+        return record
 
 
 FIELDS = (
@@ -83,7 +83,7 @@ class OutputFile:
         if not self.path.is_file():
             return set()
         asked = {(each.prompt_index, each.sample_index): each for each in wanted}
-        found: set[int] = set()
+        indices: set[int] = set()
         *lines, last = self.path.read_bytes().split(b"\n")
         for number, line in enumerate(lines if _is_half(last) else [*lines, last], 1):
             if line.strip():
@@ -94,9 +94,9 @@ class OutputFile:
                         f"line {number} of {self.path} is the output of another request; give another file, or the "
                         "prompts and settings that it was written with"
                     )
-                found |= {same.index} if same is not None else set()
+                indices |= {same.index} if same is not None else set()
         self._repair(last)
-        return found
+        return indices
 
     def check(self) -> None:
         """Raise InputError where the file cannot be written, before there is an output to write."""

@@ -86,7 +86,7 @@ def plan(
     wanted = [int(each) for each in numbers("requests", options.requests, whole=True)]
     rates = [] if options.rate is None else numbers("rate", options.rate)
     for name in ("tree", "verifier", "length", "decoding"):
-        if name in setup.given():
+        if name in setup.options():
             raise InputError(f"plan compares all trees, verifiers and lengths; leave out --{name}")
     if flags_for is not None and flags_for not in ENGINES:
         raise unknown("engine", flags_for, ENGINES)
@@ -115,7 +115,7 @@ def plan(
             {
                 **advice.values(),
                 "record": record_values(record),
-                "loads": [{"way": way.name, **asdict(each)} for way, found in loads.items() for each in found],
+                "loads": [{"way": way.name, **asdict(each)} for way, runs in loads.items() for each in runs],
                 "flags": flags,
             }
         )
@@ -163,7 +163,7 @@ def best_trees(
     """For each drafter with rows, the best tree of its likeliest tokens for each number of requests."""
     from outrider.plan.ways import best_tree
 
-    found = [
+    trees = [
         best_tree(
             name,
             drafter,
@@ -177,7 +177,7 @@ def best_trees(
         for name, drafter in drafters.items()
         for count in requests
     ]
-    return list(dict.fromkeys(way for way in found if way is not None))
+    return list(dict.fromkeys(way for way in trees if way is not None))
 
 
 def dearer_trees(planner: "Planner", drafter: str, requests: int) -> float:
@@ -196,45 +196,45 @@ def with_trees(
     """The planner with the times of those ways that are trees."""
     from outrider.plan.tree_times import time_trees
 
-    found = planner.trees
+    times = planner.trees
     for name, drafter in drafters.items():
         engine.rest()
-        own = [way for way in ways if way.drafter == name]
+        drafter_ways = [way for way in ways if way.drafter == name]
         parts = replace(engine.parts, drafter=drafter)
-        found = found.joined(time_trees(parts, own, requests, sampled=planner.record.temperature > 0))
-    return replace(planner, trees=found)
+        times = times.joined(time_trees(parts, drafter_ways, requests, sampled=planner.record.temperature > 0))
+    return replace(planner, trees=times)
 
 
 def drafters_of(setup: Setup, engine: "Engine", more: Sequence[str]) -> "dict[str, Drafter]":
     """The drafters that are compared, by what was written: the setup's, those of `--with`, and what looks tokens up."""
     from outrider.assembly import assemble, completed
 
-    own = str(completed(setup).drafter)
-    found = {own: engine.parts.drafter}
+    setup_drafter = str(completed(setup).drafter)
+    compared = {setup_drafter: engine.parts.drafter}
     for name in dict.fromkeys([*more, *USUAL]):
-        if name not in found:
+        if name not in compared:
             other = assemble(replace(setup, drafter=name, length="fixed:4", probe=False), target=engine.parts.target)
-            found[name] = other.parts.drafter
-    return {name: drafter for name, drafter in found.items() if drafter.max_depth != 0}
+            compared[name] = other.parts.drafter
+    return {name: drafter for name, drafter in compared.items() if drafter.max_depth != 0}
 
 
 def costs_of(engine: "Engine", drafters: "dict[str, Drafter]") -> "dict[str, CostTable]":
     """The costs of steps with each drafter: kept ones, otherwise measured ones. Drafters that cannot draft go."""
     from outrider.plan.table import costs_of as kept_or_measured
 
-    found: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
     for name, drafter in list(drafters.items()):
         engine.rest()
-        own = replace(engine.parts, drafter=drafter)
-        table = kept_or_measured(own, max_slots=engine.max_slots, probe=True, most_doubt=MOST_DOUBT)
+        parts = replace(engine.parts, drafter=drafter)
+        table = kept_or_measured(parts, max_slots=engine.max_slots, probe=True, most_doubt=MOST_DOUBT)
         if table is None:
             print(f"{name}: left out, because it proposed nothing in the probe", file=sys.stderr)
             del drafters[name]
         else:
-            found[name] = table
-    if not found:
+            tables[name] = table
+    if not tables:
         raise InputError("no drafter can draft with this target")
-    return found
+    return tables
 
 
 def recorded(
@@ -279,7 +279,7 @@ def recorded(
                     f"{options.record} is of other {', '.join(other)}; name another file, or delete it to record anew"
                 )
             return kept
-    found = record(
+    run = record(
         engine,
         drafters,
         tokens,
@@ -288,7 +288,7 @@ def recorded(
         depth=DEPTH,
         costs=costs,
     )
-    found = replace(found, header=header)
+    run = replace(run, header=header)
     if options.record is not None:
-        found.save(options.record)
-    return found
+        run.save(options.record)
+    return run

@@ -33,8 +33,8 @@ def print_advice(advice: Advice, record: RecordedRun) -> None:
     """Print the sentence, and a table for each number of requests."""
     console = _console()
     console.print(advice.sentence())
-    for requests, found in advice.by_requests.items():
-        shown = _shown(found)
+    for requests, ranked in advice.by_requests.items():
+        shown = _shown(ranked)
         columns = ("way", "times plain", "tokens/s", "ms/token", "tokens/step", "breaks even at")
         table = _table(f"{requests} at once", columns)
         for each in shown:
@@ -52,7 +52,7 @@ def print_advice(advice: Advice, record: RecordedRun) -> None:
     console.print(
         f"from {tokens} tokens of {len(record.texts)} prompts at temperature {record.temperature:g}; intervals of 90 %"
     )
-    notes = dict.fromkeys(note for found in advice.by_requests.values() for each in found[:1] for note in each.notes)
+    notes = dict.fromkeys(note for ranked in advice.by_requests.values() for each in ranked[:1] for note in each.notes)
     for note in notes:
         console.print(note)
 
@@ -61,8 +61,8 @@ def print_loads(loads: Mapping[DraftConfiguration, Sequence[Simulated]]) -> None
     """Print what users see under each load."""
     columns = ("way", "requests/s", "tokens/s", "TTFT p50, p99 (ms)", "TPOT p50, p99 (ms)", "in a step", "keeps up")
     table = _table("simulated loads", columns)
-    for way, found in loads.items():
-        for each in found:
+    for way, simulations in loads.items():
+        for each in simulations:
             table.add_row(
                 way.name,
                 f"{each.rate:g}",
@@ -81,11 +81,11 @@ def _console() -> Console:
     return console
 
 
-def _shown(found: Sequence[PlanPrediction]) -> list[PlanPrediction]:
+def _shown(predictions: Sequence[PlanPrediction]) -> list[PlanPrediction]:
     """The best ways, plain decoding, and the best way of every drafter."""
-    best = {each.way.drafter: each for each in reversed(found)}
-    kept = [*found[:MAX_ROWS], *best.values()]
-    return [each for each in found if each in kept]
+    best = {each.way.drafter: each for each in reversed(predictions)}
+    kept = [*predictions[:MAX_ROWS], *best.values()]
+    return [each for each in predictions if each in kept]
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:

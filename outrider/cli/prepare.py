@@ -22,13 +22,13 @@ def prepare(setup: Setup, *, as_json: bool) -> None:
     """Make the libraries that are not there yet, time forwards and steps, and print what will be used from now on."""
     if setup.forward not in (None, "compiled"):
         raise InputError(f"prepare makes compiled forwards; leave out --forward {setup.forward}")
-    found: list[dict[str, Any]] = []
+    prepared: list[dict[str, Any]] = []
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     engine = opened(replace(setup, forward="eager", probe=False))
-    made = models(engine)
-    if "target" not in made or made["target"].device.type != "cpu":
+    by_role = models(engine)
+    if "target" not in by_role or by_role["target"].device.type != "cpu":
         raise InputError("only models without recurrent layers, on a CPU, have forwards that are compiled beforehand")
-    for role, lm in made.items():
+    for role, lm in by_role.items():
         if (reason := lm.why_not("compiled")) is not None and role != "target":
             console.print(f"{role}: not compiled, because {reason}", style="cyan")
             continue
@@ -40,7 +40,7 @@ def prepare(setup: Setup, *, as_json: bool) -> None:
         spent = time.perf_counter() - began
         choice = choose(lm, forward=None, pad_to=setup.pad_to if role == "target" else 1, surely=True)
         place = str(lm.package.folder)
-        found.append(
+        prepared.append(
             {
                 "role": role,
                 "folder": place,
@@ -59,7 +59,7 @@ def prepare(setup: Setup, *, as_json: bool) -> None:
         with console.status("head: compiling its forwards"):
             head.prepare()
         spent, places = time.perf_counter() - began, [str(package.folder) for package in head.packages]
-        found.append({"role": "head", "folders": places, "seconds": spent, "forward": head.forward})
+        prepared.append({"role": "head", "folders": places, "seconds": spent, "forward": head.forward})
         if not as_json:
             console.print(f"head: ready after {spent:.0f} s, in {', '.join(places)}", style="cyan")
     costs = None
@@ -68,7 +68,7 @@ def prepare(setup: Setup, *, as_json: bool) -> None:
             costs = measured(engine.parts, max_slots=engine.max_slots, thorough=True)
     if as_json:
         rows = None if costs is None else [asdict(row) for row in costs.rows]
-        print_json({"models": found, "costs": {"kept": costs is not None and costs.kept, "steps": rows}})
+        print_json({"models": prepared, "costs": {"kept": costs is not None and costs.kept, "steps": rows}})
     elif costs is not None:
         console.print(_sentence(costs))
 

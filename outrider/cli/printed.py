@@ -67,12 +67,12 @@ def note_room(engine: Engine, max_new_tokens: int | None) -> None:
         )
 
 
-def print_profile(found: Mapping[str, Any], forwards: Mapping[str, str]) -> None:
+def print_profile(profile: Mapping[str, Any], forwards: Mapping[str, str]) -> None:
     """Print the parts of a step's time, and how the forwards of each model run."""
-    spent = dict(found["ms_per_iteration"])
+    spent = dict(profile["ms_per_iteration"])
     overlap = spent.pop("overlap")
     total = sum(spent.values()) - overlap or 1
-    table = Table(title=f"where the time of {found['iterations']} iterations goes", title_justify="left", box=None)
+    table = Table(title=f"where the time of {profile['iterations']} iterations goes", title_justify="left", box=None)
     for column in ("part", "ms per iteration", "share"):
         table.add_column(column, justify="right" if column != "part" else "left")
     for part, milliseconds in [*spent.items(), *([("at once", -overlap)] if overlap else [])]:

@@ -96,12 +96,12 @@ def read_file(file: Path) -> list[Prompt]:
     return [_prompt_of(entry) for entry in entries((), file)]
 
 
-def _named(found: list[PromptEntry], place: str) -> list[PromptEntry]:
+def _named(entries: list[PromptEntry], place: str) -> list[PromptEntry]:
     """The entries of a file, once it was said on standard error what the conversations in it were taken for."""
-    counts = Counter(each.shape for each in found if each.shape is not None)
+    counts = Counter(each.shape for each in entries if each.shape is not None)
     if any(shape.meaning for shape in counts) and is_first():
         print_line(f"{place}: {taken_for(counts, answers_first=True)}")
-    return found
+    return entries
 
 
 def read_prompts(text: str) -> list[Prompt]:
@@ -124,25 +124,25 @@ def _text(text: str, place: str) -> PromptEntry:
 
 def _lines(text: str) -> list[PromptEntry]:
     """The entries of JSON lines."""
-    found: list[PromptEntry] = []
+    entries: list[PromptEntry] = []
     # Not by splitlines, which also parts lines at characters that may stand in JSON strings.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             place = f"line {number} of the prompts"
             try:
-                found.append(_entry(line, place))
+                entries.append(_entry(line, place))
             except InputError as error:
-                found.append(PromptEntry(place=place, error=error))
-    if not found:
+                entries.append(PromptEntry(place=place, error=error))
+    if not entries:
         raise InputError("the prompt file is empty; give JSON lines with `prompt` or `turns`")
-    return found
+    return entries
 
 
 def _entry(line: str, place: str) -> PromptEntry:
     """One line of JSON lines."""
     entry = parse_json(line, place)
-    given = {key: entry[key] for key in KEYS if entry.get(key) is not None} if isinstance(entry, dict) else {}
-    if len(given) != 1:
+    forms = {key: entry[key] for key in KEYS if entry.get(key) is not None} if isinstance(entry, dict) else {}
+    if len(forms) != 1:
         raise InputError(f"{place} is not {WANTED}")
     if options := sorted(OPTIONS.intersection(entry)):
         raise InputError(f"{place} holds {options[0]!r}, an option for all prompts; give it on the command line")
@@ -154,7 +154,7 @@ def _entry(line: str, place: str) -> PromptEntry:
     if conversation is None:
         if arguments:
             raise InputError(f"{place} holds {min(arguments)!r}, which belongs to messages, beside a prompt")
-        return PromptEntry(place=place, prompt=str(given["prompt"]))
+        return PromptEntry(place=place, prompt=str(forms["prompt"]))
     messages = list(conversation.messages)
     return PromptEntry(
         place=place,

@@ -52,29 +52,29 @@ def prove(
 
 def _record(engine: Engine, proof: Proof) -> dict[str, Any]:
     """The object of `--json`."""
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "verifier": name_of(engine.parts.verifier),
         "length": repr(engine.parts.length),
         "law_error": proof.law_error,
         "exact_law": proof.exact_law,
     }
     if (dice := proof.dice) is not None:
-        found["dice"] = {
+        record["dice"] = {
             "holds": dice.holds,
             "p_value": dice.p_value,
             "worst": dice.worst,
             "num_draws": dice.num_draws,
         }
     if proof.nodes is not None:
-        found["rows"] = _nodes(proof.nodes) | {"compared": proof.compared}
+        record["rows"] = _nodes(proof.nodes) | {"compared": proof.compared}
     if proof.identical is not None:
-        found["greedy_identical"] = _identity(proof.identical) | {"compared": proof.compared}
+        record["greedy_identical"] = _identity(proof.identical) | {"compared": proof.compared}
     if proof.up_to_ties is not None:
-        found["greedy_up_to_ties"] = _identity(proof.up_to_ties) | {"dtype": _dtype(engine)}
+        record["greedy_up_to_ties"] = _identity(proof.up_to_ties) | {"dtype": _dtype(engine)}
     if proof.own_nodes is not None:
-        found["rows_up_to_ties"] = _nodes(proof.own_nodes) | {"dtype": _dtype(engine)}
+        record["rows_up_to_ties"] = _nodes(proof.own_nodes) | {"dtype": _dtype(engine)}
     if (samples := proof.samples) is not None:
-        found["samples"] = asdict(samples.test) | {
+        record["samples"] = asdict(samples.test) | {
             "combined_p_value": samples.p_value,
             "likely": asdict(samples.likely),
             "liked": None if samples.liked is None else asdict(samples.liked),
@@ -85,19 +85,19 @@ def _record(engine: Engine, proof: Proof) -> dict[str, Any]:
             "num_draft_tokens": samples.num_draft_tokens,
             "num_accepted_tokens": samples.num_accepted_tokens,
         }
-    return found | {"errors": dict(proof.errors), "proven": proof.holds}
+    return record | {"errors": dict(proof.errors), "proven": proof.holds}
 
 
-def _identity(found: Identity) -> dict[str, Any]:
+def _identity(identity: Identity) -> dict[str, Any]:
     return {
-        "num_tokens": found.num_tokens,
-        "holds": found.holds,
-        "differences": [asdict(difference) for difference in found.differences],
+        "num_tokens": identity.num_tokens,
+        "holds": identity.holds,
+        "differences": [asdict(difference) for difference in identity.differences],
     }
 
 
-def _nodes(found: Nodes) -> dict[str, Any]:
-    return asdict(found) | {"holds": found.holds}
+def _nodes(nodes: Nodes) -> dict[str, Any]:
+    return asdict(nodes) | {"holds": nodes.holds}
 
 
 def _print(engine: Engine, proof: Proof) -> None:
@@ -115,8 +115,8 @@ def _print(engine: Engine, proof: Proof) -> None:
         )
     if (nodes := proof.nodes) is not None:
         console.print(f"rows               {_word(nodes.holds)}  {proof.compared}, {_compared(nodes)}")
-    if (own := proof.own_nodes) is not None:
-        console.print(f"rows up to ties    {_word(own.holds)}  {dtype}, {_compared(own)}")
+    if (tie_nodes := proof.own_nodes) is not None:
+        console.print(f"rows up to ties    {_word(tie_nodes.holds)}  {dtype}, {_compared(tie_nodes)}")
     if (greedy := proof.identical) is not None:
         console.print(f"greedy identical   {_word(greedy.holds)}  {proof.compared}, {greedy.num_tokens} tokens")
         for difference in greedy.differences:
@@ -132,11 +132,11 @@ def _print(engine: Engine, proof: Proof) -> None:
         console.print(f"{name:<18} {_word(False)}  {reason}")
 
 
-def _compared(found: Nodes) -> str:
-    reused = f", {found.num_reused} tokens before them reused" if found.num_reused else ""
+def _compared(nodes: Nodes) -> str:
+    reused = f", {nodes.num_reused} tokens before them reused" if nodes.num_reused else ""
     return (
-        f"{found.num_nodes} nodes of drafts in batches of mixed settings{reused}: logits as transformers' within "
-        f"{found.logits:.1e} of their range, probabilities within {found.probabilities:.1e} of themselves"
+        f"{nodes.num_nodes} nodes of drafts in batches of mixed settings{reused}: logits as transformers' within "
+        f"{nodes.logits:.1e} of their range, probabilities within {nodes.probabilities:.1e} of themselves"
     )
 
 

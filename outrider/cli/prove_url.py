@@ -47,10 +47,10 @@ def prove_url(
 
 def record(model: str, proof: RemoteProof) -> dict[str, Any]:
     """The object of `--json`."""
-    found: dict[str, Any] = {"model": model, "greedy": asdict(proof.greedy) | {"holds": proof.greedy.holds}}
+    values: dict[str, Any] = {"model": model, "greedy": asdict(proof.greedy) | {"holds": proof.greedy.holds}}
     if (drawn := proof.drawn) is not None:
-        found["drawn"] = asdict(drawn) | {"p_value": drawn.p_value, "verdict": drawn.verdict, "doubt": drawn.doubt}
-    return found | {"proven": proof.holds}
+        values["drawn"] = asdict(drawn) | {"p_value": drawn.p_value, "verdict": drawn.verdict, "doubt": drawn.doubt}
+    return values | {"proven": proof.holds}
 
 
 def _print(proof: RemoteProof) -> None:
@@ -70,9 +70,9 @@ def _print(proof: RemoteProof) -> None:
         return
     word = {"fits": "holds ", "differs": "FAILS ", "inconclusive": "inconclusive"}[drawn.verdict]
     doubt = f"; {drawn.doubt}" if drawn.verdict == "inconclusive" else ""
-    told = "unknown" if drawn.num_draft_tokens is None else str(drawn.num_draft_tokens)
+    drafts = "unknown" if drawn.num_draft_tokens is None else str(drawn.num_draft_tokens)
     console.print(
         f"samples            {word}  p = {drawn.p_value:.3f}: first tokens of {drawn.first.num_draws} outputs "
         f"(p = {drawn.first.p_value:.3f}, {drawn.first.degrees} degrees of freedom), ranks of {drawn.ranks.num_draws} "
-        f"tokens (p = {drawn.ranks.p_value:.3f}); draft tokens meanwhile: {told}{doubt}"
+        f"tokens (p = {drawn.ranks.p_value:.3f}); draft tokens meanwhile: {drafts}{doubt}"
     )

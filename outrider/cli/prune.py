@@ -64,19 +64,19 @@ class PruneOptions:
 def prune_experts(job: PruneOptions, num_experts: int, method: str, experts_per_token: int | None) -> None:
     """Write a model with fewer experts, and say what was kept."""
     model, tokenizer, texts = _opened(job, lambda config: experts.check_experts(config, num_experts, experts_per_token))
-    with _progress(texts) as told:
-        found = experts.prune_experts(
-            model, texts, num_experts, method, experts_per_token=experts_per_token, progress=told
+    with _progress(texts) as advance:
+        pruned = experts.prune_experts(
+            model, texts, num_experts, method, experts_per_token=experts_per_token, progress=advance
         )
     record = {
         "method": method,
         "num_experts": num_experts,
-        "experts_per_token": found.model.config.get_text_config(decoder=True).num_experts_per_tok,
-        "num_tokens": found.num_tokens,
-        "origins": found.origins,
-        "usage": found.usage,
+        "experts_per_token": pruned.model.config.get_text_config(decoder=True).num_experts_per_tok,
+        "num_tokens": pruned.num_tokens,
+        "origins": pruned.origins,
+        "usage": pruned.usage,
     }
-    _write(job, model, found.model, tokenizer, record, f"{num_experts} experts in each layer")
+    _write(job, model, pruned.model, tokenizer, record, f"{num_experts} experts in each layer")
 
 
 def prune_shape(
@@ -91,16 +91,16 @@ def prune_shape(
 
     model, tokenizer, texts = _opened(job, lambda config: reshape.check_shape(config, smaller(config)))
     shape = smaller(model.config)
-    with _progress(texts) as told:
-        found = reshape.prune_shape(model, texts, shape, told)
+    with _progress(texts) as advance:
+        pruned = reshape.prune_shape(model, texts, shape, advance)
     record = {
         "method": "shape",
-        "shape": asdict(found.shape),
-        "layers": found.layers,
-        "influence": found.importance.layers.tolist(),
+        "shape": asdict(pruned.shape),
+        "layers": pruned.layers,
+        "influence": pruned.importance.layers.tolist(),
         "num_tokens": sum(map(len, texts)),
     }
-    _write(job, model, found.model, tokenizer, record, str(found.shape))
+    _write(job, model, pruned.model, tokenizer, record, str(pruned.shape))
 
 
 def plan(
@@ -124,12 +124,12 @@ def plan(
     if len(alphas) not in (1, len(depths)):
         raise InputError(f"--alpha must be one number or {len(depths)}, one for each depth, got {len(alphas)}")
     wanted = num_parameters(model.config) // SHARE if parameters is None else parameters
-    given = dict(zip(depths, alphas * len(depths) if len(alphas) == 1 else alphas, strict=True))
+    alpha_of = dict(zip(depths, alphas * len(depths) if len(alphas) == 1 else alphas, strict=True))
     family = same_size(model.config, wanted, depths)
-    values = [given[sized.shape.layers] for sized in family]
-    found = planning.plan(model, family, values, context=context, rounds=rounds)
+    values = [alpha_of[sized.shape.layers] for sized in family]
+    shapes = planning.plan(model, family, values, context=context, rounds=rounds)
     if as_json:
-        print_json({"parameters": wanted, "context": context, "shapes": [asdict(each) for each in found]})
+        print_json({"parameters": wanted, "context": context, "shapes": [asdict(each) for each in shapes]})
         return
     table = Table(title=f"shapes of about {wanted:,} parameters, the fastest first", title_justify="left", box=None)
     columns = (
@@ -144,7 +144,7 @@ def plan(
     )
     for column in columns:
         table.add_column(column, justify="left" if column == "shape" else "right")
-    for each in found:
+    for each in shapes:
         table.add_row(
             str(each.shape),
             f"{each.num_parameters:,}",
@@ -212,19 +212,19 @@ def _progress(texts: list[list[int]]) -> Iterator[Callable[[int], None]]:
 def _write(
     job: PruneOptions,
     model: PreTrainedModel,
-    made: PreTrainedModel,
+    pruned: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     record: dict[str, Any],
     what: str,
 ) -> None:
-    before, after = (sum(weight.numel() for weight in each.parameters()) for each in (model, made))
+    before, after = (sum(weight.numel() for weight in each.parameters()) for each in (model, pruned))
     full = {
         "target": job.source,
         "data": ", ".join(job.data.data),
         "parameters": {"before": before, "after": after},
         **record,
     }
-    write(made, tokenizer, job.out, full)
+    write(pruned, tokenizer, job.out, full)
     if job.as_json:
         print_json({"out": str(job.out), **full})
         return

@@ -79,7 +79,7 @@ class RequestOptions(CheckedOptions):
     grammar: Path | None = option(None, heading=GRAMMAR)
     tools: Path | None = option(None, heading=GRAMMAR)
 
-    def given(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """The options that were given."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
 
@@ -87,16 +87,16 @@ class RequestOptions(CheckedOptions):
         """The default settings, overridden by the given options."""
         from dataclasses import replace
 
-        given: dict[str, Any] = {name: value for name, value in self.given().items() if name in DRAWING}
+        settings: dict[str, Any] = {name: value for name, value in self.options().items() if name in DRAWING}
         if self.logit_bias is not None:
-            given["logit_bias"] = _biases(self.logit_bias)
-        return replace(usual, **given)
+            settings["logit_bias"] = _biases(self.logit_bias)
+        return replace(usual, **settings)
 
     def generation(self, usual: "Sampling") -> "Generation":
         """What is asked of each request: the default settings, overridden by the given options, and the others."""
         from outrider.engine.generation import Generation
 
-        ending = {name: value for name, value in self.given().items() if name in ENDING}
+        ending = {name: value for name, value in self.options().items() if name in ENDING}
         return Generation(
             sampling=self.sampling(usual), constraint=self.constraint(), tools=self.tool_schemas(), **ending
         )
@@ -109,7 +109,7 @@ class RequestOptions(CheckedOptions):
             {'max_tokens': 4, 'temperature': 0.0, 'stop': ['x']}
         """
         body: dict[str, Any] = {}
-        for name, value in self.given().items():
+        for name, value in self.options().items():
             if name == "logit_bias":
                 body[name] = parse_json(value, "logit_bias")
             elif name == "tools":
@@ -123,15 +123,15 @@ class RequestOptions(CheckedOptions):
 
     def form(self) -> tuple[str, str] | None:
         """The grammar that was given: its option, and its text. None without one."""
-        given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
-        if len(given) > 1:
-            names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        forms = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
+        if len(forms) > 1:
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in forms)
             raise InputError(f"{names} were given together; an output follows one of them")
         if self.json_schema is not None:
             text = self.json_schema
             inline = text.lstrip().startswith("{") or text.strip() in ("true", "false")
-            found = text if inline else text_of(Path(text), "JSON schema", "a file, or the schema itself")
-            return "json_schema", found
+            schema = text if inline else text_of(Path(text), "JSON schema", "a file, or the schema itself")
+            return "json_schema", schema
         if self.grammar is not None:
             return "grammar", text_of(self.grammar, "grammar", "a file")
         return None if self.regex is None else ("regex", self.regex)
@@ -155,13 +155,13 @@ class RequestOptions(CheckedOptions):
         """The tools of the file, if one was given. Raises InputError if it holds anything else."""
         if self.tools is None:
             return None
-        found = parse_json(text_of(self.tools, "tools", "a file with a JSON list of tools"), str(self.tools))
-        if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
+        schemas = parse_json(text_of(self.tools, "tools", "a file with a JSON list of tools"), str(self.tools))
+        if not isinstance(schemas, list) or not schemas or not all(isinstance(each, dict) for each in schemas):
             raise InputError(
                 f"{self.tools} must hold a JSON list of tools, such as "
                 '[{"type": "function", "function": {"name": "weather", "parameters": {}}}]'
             )
-        return found
+        return schemas
 
 
 def _biases(text: str) -> dict[int, float]:

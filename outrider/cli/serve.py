@@ -96,8 +96,8 @@ class ServeOptions:
 
     def keys(self) -> tuple[str, ...]:
         """All keys that let clients in."""
-        given = os.environ.get(API_KEY)
-        return (*self.api_key, *((given,) if given else ()))
+        key = os.environ.get(API_KEY)
+        return (*self.api_key, *((key,) if key else ()))
 
     def check_reach(self) -> None:
         """Raise InputError where other machines could change or use the server without a key."""
@@ -138,10 +138,10 @@ class ServeOptions:
         if self.response_template in ("auto", "none"):
             return "auto" if self.response_template == "auto" else None
         text = text_of(Path(self.response_template), "response template", "a JSON file, auto or none")
-        found = parse_json(text, self.response_template)
-        if not isinstance(found, dict):
-            raise InputError(f"{self.response_template} must hold a JSON object, got {shown(found)}")
-        return found
+        template = parse_json(text, self.response_template)
+        if not isinstance(template, dict):
+            raise InputError(f"{self.response_template} must hold a JSON object, got {shown(template)}")
+        return template
 
 
 def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptions) -> int:
@@ -168,14 +168,14 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptio
             use_chat_template(engine, options.chat_template)
         learner = learner_of(learn, engine)
         names = options.served_model_name or (model_name(setup),)
-        own = drafter_name(setup, engine)
+        drafter = drafter_name(setup, engine)
         others = drafters_of(setup, options, engine)
-        renewal = renewal_of(setup, options, engine, own)
+        renewal = renewal_of(setup, options, engine, drafter)
         service = Service(
             engine,
             names=names,
             limits=limits,
-            drafter=own,
+            drafter=drafter,
             drafters=others,
             renewal=renewal,
             learns=learner is not None,
@@ -260,8 +260,8 @@ def note_forwards(engine: Engine) -> None:
     from outrider.cli.forwards import could_be_compiled
 
     if could_be_compiled(engine):
-        said = "forwards are not compiled; `outrider prepare` with the same models compiles them for this machine, once"
-        print(said, file=sys.stderr, flush=True)
+        note = "forwards are not compiled; `outrider prepare` with the same models compiles them for this machine, once"
+        print(note, file=sys.stderr, flush=True)
 
 
 def check_extra() -> None:
@@ -295,14 +295,14 @@ def drafters_of(setup: Setup, options: ServeOptions, engine: Engine) -> dict[str
     """The drafters that requests may name, beside the engine's own. They share its target."""
     from outrider.assembly import assemble
 
-    found: dict[str, Drafter] = {}
+    drafters: dict[str, Drafter] = {}
     for spec in options.other_drafter:
         other = assemble(replace(setup, drafter=spec), target=engine.parts.target)
-        found[spec.partition(":")[0]] = other.parts.drafter
-    return found
+        drafters[spec.partition(":")[0]] = other.parts.drafter
+    return drafters
 
 
-def renewal_of(setup: Setup, options: ServeOptions, engine: Engine, own: str) -> "Renewal":
+def renewal_of(setup: Setup, options: ServeOptions, engine: Engine, drafter: str) -> "Renewal":
     """What loads the server's drafters anew with weights that clients send.
 
     Args:
@@ -311,7 +311,7 @@ def renewal_of(setup: Setup, options: ServeOptions, engine: Engine, own: str) ->
     from outrider.assembly import assemble, completed
     from outrider.serve.run.renewal import Renewal
 
-    specs = {own: str(completed(setup).drafter)} | {spec.partition(":")[0]: spec for spec in options.other_drafter}
+    specs = {drafter: str(completed(setup).drafter)} | {spec.partition(":")[0]: spec for spec in options.other_drafter}
 
     def load(spec: str) -> Drafter:
         return assemble(replace(setup, drafter=spec, probe=False), target=engine.parts.target).parts.drafter

@@ -232,7 +232,7 @@ def _answer(task: AnswerTask) -> None:
             raise typer.Exit(INTERRUPTED) from None
     for number, failure in list(done.failed.items())[:SHOWN]:
         complain(InputError(f"prompt {number} has no answer: {failure}"))
-    found = {
+    report = {
         "prompts": done.num_prompts,
         "kept": done.num_kept,
         "answers": done.num_answers,
@@ -241,7 +241,7 @@ def _answer(task: AnswerTask) -> None:
         "out": str(task.out),
     }
     if task.as_json:
-        print_json(found)
+        print_json(report)
         return
     failed = f"; {len(done.failed)} prompts have no answer" if done.failed else ""
     kept = f", {done.num_kept} were there before" if done.num_kept else ""
@@ -330,8 +330,8 @@ def _training() -> Iterator[None]:
 def _help_of(home: str) -> str | None:
     """The help of a head's command, from the file of its spec, without importing it; None: the head is not trained."""
     module, _, name = home.partition(":")
-    found = find_spec(module)
-    tree = ast.parse(Path(str(found and found.origin)).read_text(encoding="utf-8"))
+    module_spec = find_spec(module)
+    tree = ast.parse(Path(str(module_spec and module_spec.origin)).read_text(encoding="utf-8"))
     specs = [
         each.value
         for each in tree.body

@@ -124,7 +124,7 @@ def applicable(options: Mapping[str, Any]) -> Setup:
     """The setup of options by name. Raises InputError for options of loading, because the model is loaded already."""
     setup = Setup.of(options)
     if settled := [
-        name for name in ("target", "vocab_size", "ignore_generation_config", *OF_LOADING) if name in setup.given()
+        name for name in ("target", "vocab_size", "ignore_generation_config", *OF_LOADING) if name in setup.options()
     ]:
         raise InputError(f"inside transformers the model is loaded already; leave out {', '.join(settled)}")
     return setup

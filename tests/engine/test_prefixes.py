@@ -177,7 +177,7 @@ def test_plain_decoding_takes_the_slots_of_ended_requests_last() -> None:
 def test_slots_of_ended_requests_are_an_option_of_loading() -> None:
     made = outrider.load(dtype="float32", probe=False, max_slots=2, max_warm_slots=3)
     assert (made.max_slots, made.max_warm_slots, made.parts.target.max_slots) == (2, 3, 5)
-    assert replace(outrider.Setup(), max_warm_slots=0, max_warm_tokens=0).given() == {
+    assert replace(outrider.Setup(), max_warm_slots=0, max_warm_tokens=0).options() == {
         "max_warm_slots": 0,
         "max_warm_tokens": 0,
     }
@@ -196,4 +196,4 @@ def test_no_warm_tokens_keep_no_slot() -> None:
 
 def test_the_limit_is_an_option_of_loading() -> None:
     assert outrider.load(dtype="float32", probe=False, max_warm_tokens=7).max_warm_tokens == 7
-    assert replace(outrider.Setup(), max_warm_tokens=9).given() == {"max_warm_tokens": 9}
+    assert replace(outrider.Setup(), max_warm_tokens=9).options() == {"max_warm_tokens": 9}

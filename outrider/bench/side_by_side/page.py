@@ -147,7 +147,7 @@ def findings(measurement: Measurement) -> Findings:
 def about(measurement: Measurement) -> str:
     """What was measured."""
     plan, asked, workload = measurement.plan, measurement.asked, measurement.workload
-    setup = ", ".join(f"{name}={setting_text(value)}" for name, value in plan.setup.given().items()) or "the defaults"
+    setup = ", ".join(f"{name}={setting_text(value)}" for name, value in plan.setup.options().items()) or "the defaults"
     more = f" ({asked.left_out} do not fit into the context)" if asked.left_out else ""
     template = "no chat template" if asked.template is None else f"chat template {asked.template[:12]}"
     stopped = len(measurement.stopped)

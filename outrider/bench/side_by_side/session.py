@@ -263,7 +263,7 @@ def arguments(measurement: Measurement, generation: Generation) -> dict[str, obj
     plan, here = measurement.plan, circumstances({})
     sampling = {name: value for name, value in vars(generation.sampling).items() if name != "processors"}
     return {
-        "setup": {name: setting_text(value) for name, value in plan.setup.given().items()},
+        "setup": {name: setting_text(value) for name, value in plan.setup.options().items()},
         "max_new_tokens": generation.max_new_tokens,
         "ignore_eos": generation.ignore_eos,
         "sampling": {name: str(value) for name, value in sampling.items()},
