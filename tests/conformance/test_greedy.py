@@ -9,8 +9,6 @@ import torch
 
 from outrider import catalog
 from outrider.core.types import Draft, Sampling, Verdict
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
@@ -24,7 +22,6 @@ from outrider.lengths.heuristic import HeuristicLength
 from outrider.lengths.svip import SvipLength
 from outrider.lengths.tetris import TetrisLength
 from outrider.lm.model import LanguageModel
-from outrider.trees.chain import ChainTree
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.greedy_block import GreedyBlockVerifier
 from outrider.verifiers.match import MatchVerifier
@@ -32,6 +29,7 @@ from outrider.verifiers.protocol import Verifier
 from outrider.verifiers.token import TokenVerifier
 from outrider.verifiers.traits import KINDS
 from tests.clocks import made_up
+from tests.world.parts import parts_of
 from tests.world.verifiers import judges_of, verifier
 from tests.world.zoo import ARCHITECTURES, VOCAB, tiny
 
@@ -112,13 +110,11 @@ def test_chains_give_what_generate_gives(name):
     assert len(set(map(tuple, outputs))) > 1
     for label, (drafter, rule, length) in CHAINS.items():
         target = LanguageModel(model, max_slots=3)
-        parts = Parts(
-            target=target,
-            drafter=drafter or ModelDrafter(lm=noisy_twin(name)),
-            tree=ChainTree(),
+        parts = parts_of(
+            target,
+            drafter or ModelDrafter(lm=noisy_twin(name)),
             verifier=rule,
             length=length,
-            decoding=StepDecoding(),
             experience=Experience(CostTable.of_formula(made_up)),
         )
         made = Engine(parts, max_slots=3).generate(prompts(), max_new_tokens=NUM_TOKENS, sampling=GREEDY)
@@ -152,9 +148,7 @@ def test_every_tree_with_every_verifier_gives_what_generate_gives(name):
         assert rules
         together = Together(rules=rules, seen=[])
         length = FixedLength(num_speculative_tokens=3)
-        parts = Parts(
-            target=target, drafter=drafter, tree=tree, verifier=together, length=length, decoding=StepDecoding()
-        )
+        parts = parts_of(target, drafter, tree=tree, verifier=together, length=length)
         engine = Engine(parts, max_slots=3)
         made = engine.generate(prompts(), max_new_tokens=count, sampling=GREEDY)
         engine.rest()

@@ -10,8 +10,6 @@ from transformers import PreTrainedModel
 import outrider
 from outrider.catalog import make
 from outrider.core.types import InputError, Request, Sampling
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.protocol import Drafter
@@ -19,10 +17,10 @@ from outrider.engine.engine import Engine
 from outrider.engine.output import Output
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.open import as_lm
-from outrider.trees.chain import ChainTree
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.token import TokenVerifier
+from tests.world.parts import parts_of
 from tests.world.recurrent_zoo import RECURRENT, tiny_recurrent
 from tests.world.zoo import VOCAB, tiny
 
@@ -56,14 +54,7 @@ def drafter(name: str, draft: PreTrainedModel) -> Drafter:
 def engine(target: PreTrainedModel, guesser: Drafter, rule: object = None, max_slots: int = 3) -> Engine:
     lm = as_lm(target, max_slots=max_slots)
     length = FixedLength(num_speculative_tokens=4)
-    parts = Parts(
-        target=lm,
-        drafter=guesser,
-        tree=ChainTree(),
-        verifier=rule or BlockVerifier(),
-        length=length,
-        decoding=StepDecoding(),
-    )
+    parts = parts_of(lm, guesser, verifier=rule or BlockVerifier(), length=length)
     return Engine(parts, max_slots=max_slots)
 
 

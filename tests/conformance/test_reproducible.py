@@ -5,22 +5,19 @@ from functools import cache
 import numpy as np
 import pytest
 
-from outrider import catalog
 from outrider.core.types import Sampling
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
-from outrider.lengths.fixed import FixedLength
 from outrider.lengths.heuristic import HeuristicLength
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
 from tests.world.heads import HEADS, LAYERS, head
 from tests.world.models import llama
+from tests.world.parts import parts_of
 from tests.world.steering import steered_drafter
 from tests.world.zoo import VOCAB
 
@@ -54,14 +51,7 @@ def drafter_of(name: str, model: LanguageModel, slots: int) -> Drafter:
 
 def engine(drafter: str, tree: str = "chain", length: object = 3, slots: int = 8, verifier: str = "coupled") -> Engine:
     model = target(slots)
-    parts = Parts(
-        target=model,
-        drafter=drafter_of(drafter, model, slots),
-        tree=catalog.make("tree", tree),
-        verifier=catalog.make("verifier", verifier),
-        length=FixedLength(num_speculative_tokens=length) if isinstance(length, int) else length,
-        decoding=StepDecoding(),
-    )
+    parts = parts_of(model, drafter_of(drafter, model, slots), tree=tree, verifier=verifier, length=length)
     return Engine(parts, max_slots=slots)
 
 

@@ -14,8 +14,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from outrider import catalog
 from outrider.core.constraint import Constraint
 from outrider.core.types import Sampling
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Drafter, Unbound
 from outrider.drafters.steering import write_steering
 from outrider.engine.engine import Engine
@@ -24,6 +22,7 @@ from outrider.lm.target_info import TargetInfo
 from recipes.published_pairs import Size, gemma4
 from tests.world.card import DEVICE, Counts, Gpu, gpu
 from tests.world.heads import HEADS, LAYERS, OF_ITS_OWN_TARGET, head, write_head
+from tests.world.parts import parts_of
 from tests.world.steering import steered_drafter
 from tests.world.zoo import scrambled
 
@@ -100,14 +99,7 @@ def engine(
     length: str = f"fixed:{DEPTH}",
 ) -> Engine:
     """An engine of these parts."""
-    parts = Parts(
-        target=target,
-        drafter=drafter,
-        tree=catalog.make("tree", tree),
-        verifier=catalog.make("verifier", verifier),
-        length=catalog.make("length", length),
-        decoding=StepDecoding(),
-    )
+    parts = parts_of(target, drafter, tree=tree, verifier=verifier, length=catalog.make("length", length))
     return Engine(parts, max_slots=SLOTS)
 
 

@@ -9,16 +9,13 @@ import torch
 from torch import Tensor
 
 from outrider.core.types import Running, Sampling
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.protocol import Observed
 from outrider.engine.engine import Engine
-from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
 from outrider.lm.slots import budget
-from outrider.trees.chain import ChainTree
 from outrider.verifiers.block import BlockVerifier
+from tests.world.parts import parts_of
 from tests.world.zoo import VOCAB, tiny
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
@@ -59,14 +56,7 @@ def test_observe_hears_every_position_but_the_anchor_once_and_in_order(monkeypat
     monkeypatch.setattr(budget, "WIDE_CHUNK", 7)
     listener = Listener(prompt_lookup_min=1)
     target = LanguageModel(tiny("llama"), max_slots=3)
-    parts = Parts(
-        target=target,
-        drafter=listener,
-        tree=ChainTree(),
-        verifier=BlockVerifier(),
-        length=FixedLength(num_speculative_tokens=3),
-        decoding=StepDecoding(),
-    )
+    parts = parts_of(target, listener, verifier=BlockVerifier())
     engine = Engine(parts, max_slots=3)
     random = np.random.default_rng(0)
     prompts = {str(n): random.integers(3, VOCAB, size=n).tolist() for n in (1, 9, 23)}

@@ -9,8 +9,6 @@ import torch
 
 from outrider import catalog
 from outrider.core.types import InputError, Sampling
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.engine.engine import Engine
 from outrider.heads.dspark import SPEC, DSparkOptions
 from outrider.heads.objective import HeadContext
@@ -26,6 +24,7 @@ from outrider.verifiers.token import TokenVerifier
 from tests.world.block_checkpoints import BLOCK, RANK, block_logits, checkpoints
 from tests.world.heads import head
 from tests.world.models import target
+from tests.world.parts import parts_of
 from tests.world.tables import tables
 from tests.world.verifiers import verifier
 from tests.world.zoo import VOCAB, tiny
@@ -41,14 +40,7 @@ def bound(kind, tmp_path, lm, drop=()):
 
 
 def engine(drafter, lm, length):
-    parts = Parts(
-        target=lm,
-        drafter=drafter,
-        tree=catalog.make("tree", "chain"),
-        verifier=TokenVerifier(),
-        length=length,
-        decoding=StepDecoding(),
-    )
+    parts = parts_of(lm, drafter, length=length)
     return Engine(parts, max_slots=2)
 
 

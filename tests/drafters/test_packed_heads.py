@@ -10,20 +10,16 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.core.types import Sampling
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
-from outrider.lengths.fixed import FixedLength
 from outrider.lm.forwards.forward import Forward
 from outrider.lm.forwards.packed import PackedLinear, keeps_bits
 from outrider.lm.head import suited
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
-from outrider.trees.chain import ChainTree
-from outrider.verifiers.token import TokenVerifier
 from tests.world.heads import HEADS, head
+from tests.world.parts import parts_of
 from tests.world.zoo import VOCAB
 
 pytestmark = pytest.mark.skipif(
@@ -67,14 +63,7 @@ def model() -> LlamaForCausalLM:
 
 
 def engine(lm: LanguageModel, drafter: Drafter) -> Engine:
-    parts = Parts(
-        target=lm,
-        drafter=drafter,
-        tree=ChainTree(),
-        verifier=TokenVerifier(),
-        length=FixedLength(num_speculative_tokens=3),
-        decoding=StepDecoding(),
-    )
+    parts = parts_of(lm, drafter)
     return Engine(parts, max_slots=3)
 
 

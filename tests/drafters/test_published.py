@@ -15,20 +15,18 @@ from transformers.generation.candidate_generator import (
 
 from outrider import catalog
 from outrider.core.types import InputError, Sampling
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.heads.assistant import AssistantDrafter
 from outrider.heads.mtp import MtpDrafter, MtpLayersDrafter, MtpPath
 from outrider.heads.trunks.blocks import BlockDrafter
-from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.assistant import open_assistant
 from outrider.lm.hf.mtp import behind_pattern, load_mtp
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
 from recipes.published_pairs import Size, gemma4, mtp_target, muse_glimmer
 from tests.world.models import llama
+from tests.world.parts import parts_of
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
@@ -47,14 +45,7 @@ def engine(
     verifier: str = "block",
 ) -> Engine:
     lm = LanguageModel(model, max_slots=4, max_context=256)
-    parts = Parts(
-        target=lm,
-        drafter=drafter(TargetInfo.of(lm, None)),
-        tree=catalog.make("tree", tree),
-        verifier=catalog.make("verifier", verifier),
-        length=FixedLength(num_speculative_tokens=gamma),
-        decoding=StepDecoding(),
-    )
+    parts = parts_of(lm, drafter(TargetInfo.of(lm, None)), tree=tree, verifier=verifier, length=gamma)
     return Engine(parts, max_slots=4)
 
 

@@ -11,8 +11,6 @@ from outrider import catalog
 from outrider.assembly import why_not
 from outrider.core.dice import PhiloxDice
 from outrider.core.types import Draft, InputError, Request, Running, Sampling
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Drafter, Observed
 from outrider.engine.engine import Engine
@@ -27,6 +25,7 @@ from outrider.trees.grow import grow
 from tests.world.heads import head
 from tests.world.models import llama, target
 from tests.world.own_heads import rescored, with_paths
+from tests.world.parts import parts_of
 from tests.world.zoo import VOCAB
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
@@ -52,14 +51,7 @@ def drafter_of(kind: str, around: TargetInfo, **fields: object) -> Drafter:
 
 def engine(kind: str, *, slots: int = 4, lm: LanguageModel | None = None, drafter: Drafter | None = None) -> Engine:
     model, (tree, rule) = lm or target(slots), CELLS[kind]
-    parts = Parts(
-        target=model,
-        drafter=drafter or drafter_of(kind, TargetInfo.of(model, None)),
-        tree=catalog.make("tree", tree),
-        verifier=catalog.make("verifier", rule),
-        length=FixedLength(num_speculative_tokens=3),
-        decoding=StepDecoding(),
-    )
+    parts = parts_of(model, drafter or drafter_of(kind, TargetInfo.of(model, None)), tree=tree, verifier=rule)
     return Engine(parts, max_slots=slots)
 
 

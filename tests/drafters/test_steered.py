@@ -11,15 +11,12 @@ from transformers import AutoModelForCausalLM
 import outrider
 from outrider import catalog
 from outrider.core.types import InputError, Request, Running, Sampling
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Drafter, Observed
 from outrider.drafters.steered import SteeredDrafter, SteeredPath
 from outrider.drafters.steering import Steering, write_steering
 from outrider.drafters.traits import Traits
 from outrider.engine.engine import Engine
-from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
 from outrider.lm.steered import SteeredLM, steered
@@ -28,6 +25,7 @@ from outrider.lm.target_info import TargetInfo
 from outrider.proof.rule import law_error
 from outrider.proof.runs import law_of_runs
 from tests.world.models import llama, target
+from tests.world.parts import parts_of
 from tests.world.steering import steered_drafter
 from tests.world.tables import tables
 from tests.world.verifiers import verifier
@@ -49,13 +47,8 @@ def engine(
     lm=None,
 ) -> Engine:
     model = lm or target(slots)
-    parts = Parts(
-        target=model,
-        drafter=drafter or steered_drafter(model, max_slots=slots),
-        tree=catalog.make("tree", tree),
-        verifier=catalog.make("verifier", verifier),
-        length=FixedLength(num_speculative_tokens=gamma),
-        decoding=StepDecoding(),
+    parts = parts_of(
+        model, drafter or steered_drafter(model, max_slots=slots), tree=tree, verifier=verifier, length=gamma
     )
     return Engine(parts, max_slots=slots)
 

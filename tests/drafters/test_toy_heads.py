@@ -11,8 +11,6 @@ import torch
 
 from outrider import catalog
 from outrider.core.types import Running, Sampling, ShortList
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Drafter, Observed
 from outrider.drafters.traits import Traits
 from outrider.engine.engine import Engine
@@ -23,6 +21,7 @@ from outrider.lm.protocol import LM
 from outrider.lm.target_info import TargetInfo
 from tests.world.heads import HEADS, LAYERS, TOYS, head, toy
 from tests.world.models import target
+from tests.world.parts import parts_of
 from tests.world.recurrent_zoo import tiny_recurrent
 from tests.world.zoo import VOCAB
 
@@ -39,14 +38,7 @@ def engine(
 ) -> Engine:
     model = lm or target(slots)
     own = drafter or head(kind, TargetInfo.of(model, None))
-    parts = Parts(
-        target=model,
-        drafter=own,
-        tree=catalog.make("tree", tree),
-        verifier=catalog.make("verifier", verifier),
-        length=FixedLength(num_speculative_tokens=3),
-        decoding=StepDecoding(),
-    )
+    parts = parts_of(model, own, tree=tree, verifier=verifier)
     return Engine(parts, max_slots=slots)
 
 

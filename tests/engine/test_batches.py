@@ -8,8 +8,6 @@ import torch
 
 from outrider import catalog
 from outrider.core.types import Request, Sampling
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
@@ -21,6 +19,7 @@ from outrider.lm.model import LanguageModel
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.token import TokenVerifier
+from tests.world.parts import parts_of
 from tests.world.zoo import VOCAB, tiny
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
@@ -69,14 +68,7 @@ def engine(
         draft.config.num_hidden_layers = 2
         guesser = ModelDrafter(lm=LanguageModel(draft, max_slots=max_slots, max_context=draft_context))
     target = LanguageModel(tiny("llama"), max_slots=max_slots)
-    parts = Parts(
-        target=target,
-        drafter=guesser,
-        tree=catalog.make("tree", tree),
-        verifier=verifier,
-        length=length,
-        decoding=StepDecoding(),
-    )
+    parts = parts_of(target, guesser, tree=tree, verifier=verifier, length=length)
     return Engine(parts, max_slots=max_slots)
 
 

@@ -14,16 +14,13 @@ from outrider.assembly import why_not
 from outrider.core.types import Sampling, Timing
 from outrider.decoding.clock import LateTiming
 from outrider.decoding.pearl import PearlDecoding
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
-from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
 from outrider.proof.identity import identity
 from outrider.refusals import verifiers
-from outrider.trees.chain import ChainTree
 from outrider.verifiers.match import MatchVerifier
+from tests.world.parts import parts_of
 from tests.world.zoo import tiny
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -49,14 +46,7 @@ shared_lms = cache(lms)
 
 def engine(device: str, **parts: object) -> Engine:
     target, draft = shared_lms(device)
-    usual = Parts(
-        target=target,
-        drafter=ModelDrafter(lm=draft),
-        tree=ChainTree(),
-        verifier=MatchVerifier(),
-        length=FixedLength(num_speculative_tokens=3),
-        decoding=StepDecoding(),
-    )
+    usual = parts_of(target, ModelDrafter(lm=draft), verifier=MatchVerifier())
     return Engine(replace(usual, **parts), max_slots=SLOTS)
 
 

@@ -7,19 +7,16 @@ import torch
 
 import outrider
 from outrider.core.types import InputError, Sampling
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.engine import Engine
-from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from outrider.lm.recurrent import RecurrentModel
 from outrider.lm.slots.slots import BRANCHES
-from outrider.trees.chain import ChainTree
 from outrider.verifiers.match import MatchVerifier
 from tests.world.counting import texts
 from tests.world.models import llama
+from tests.world.parts import parts_of
 from tests.world.recurrent_zoo import tiny_recurrent
 
 GREEDY = Sampling(temperature=0.0, seed=0)
@@ -36,14 +33,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, positions: int | None, max_context: 
         monkeypatch.setattr("outrider.lm.slots.budget.free_bytes", lambda device: free)
     target = LanguageModel(llama(context=2048).float(), max_slots=SLOTS, max_context=max_context, overcommit=True)
     monkeypatch.undo()
-    parts = Parts(
-        target=target,
-        drafter=NgramDrafter(prompt_lookup_min=1),
-        tree=ChainTree(),
-        verifier=MatchVerifier(),
-        length=FixedLength(num_speculative_tokens=3),
-        decoding=StepDecoding(),
-    )
+    parts = parts_of(target, NgramDrafter(prompt_lookup_min=1), verifier=MatchVerifier())
     return Engine(parts, max_slots=SLOTS)
 
 

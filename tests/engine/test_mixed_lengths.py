@@ -3,16 +3,13 @@
 import pytest
 
 from outrider.core.types import Sampling
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
-from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
-from outrider.trees.chain import ChainTree
 from outrider.verifiers.match import MatchVerifier
 from tests.world.counting import CountingModel, texts, whole
 from tests.world.models import llama
+from tests.world.parts import parts_of
 
 LONG, SHORT, CONTEXT = 1900, 40, 2048
 
@@ -25,14 +22,7 @@ def test_in_float32_texts_are_the_same_and_fewer_keys_are_read(drafted: bool) ->
     found = []
     for lm in lms:
         draft = ModelDrafter(lm=LanguageModel(model, max_slots=24))
-        parts = Parts(
-            target=lm,
-            drafter=draft,
-            tree=ChainTree(),
-            verifier=MatchVerifier(),
-            length=FixedLength(num_speculative_tokens=2),
-            decoding=StepDecoding(),
-        )
+        parts = parts_of(lm, draft, verifier=MatchVerifier(), length=2)
         busy = Engine(parts, max_slots=24) if drafted else Engine(parts, max_slots=24).plain()
         found.append([output.tokens for output in busy.generate(prompts, max_new_tokens=8, sampling=greedy)])
     assert found[0] == found[1]

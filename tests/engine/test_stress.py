@@ -11,7 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.core.types import InputError, Request, Running, Sampling
 from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
@@ -26,6 +25,7 @@ from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.traversal import TraversalVerifier
 from tests.engine.test_failures import Broken, Failing
 from tests.world.models import CONTEXT, drafter_of, free_slots, target
+from tests.world.parts import parts_of
 from tests.world.tokenizers import letters
 from tests.world.zoo import VOCAB
 
@@ -37,7 +37,7 @@ EACH = 5
 """The thousand: five waves by hand, and as many outputs of `generate` as are missing."""
 
 
-def parts_of(wave: str, base: Parts) -> Parts:
+def wave_parts(wave: str, base: Parts) -> Parts:
     """The parts of a wave, over the one target and the one draft model."""
     parts = replace(base, drafter=NoDrafter(), tree=ChainTree(), verifier=MatchVerifier())
     if wave in ("model", "tree"):
@@ -109,14 +109,7 @@ def num_alive() -> int:
 def test_a_thousand_requests_through_one_engine_leave_nothing_behind_and_get_what_they_get_alone():
     dice, breaks = random.Random(0), random.Random(1)
     alive = num_alive()
-    base = Parts(
-        target=target(SLOTS),
-        drafter=drafter_of("model", SLOTS),
-        tree=ChainTree(),
-        verifier=BlockVerifier(),
-        length=FixedLength(num_speculative_tokens=3),
-        decoding=StepDecoding(),
-    )
+    base = parts_of(target(SLOTS), drafter_of("model", SLOTS), verifier=BlockVerifier())
     tokenizer = letters()
     engine = Engine(base, tokenizer=tokenizer, max_slots=SLOTS)
     caches = (base.target, base.drafter.lm)
@@ -125,7 +118,7 @@ def test_a_thousand_requests_through_one_engine_leave_nothing_behind_and_get_wha
     count = 0
     for name in WAVES:
         these = [anything(f"{name} {i}", dice) for i in range(PER_WAVE)]
-        fine = parts_of(name, base)
+        fine = wave_parts(name, base)
         engine.rest()
         calls = {(call, breaks.randrange(10, 200)) for call in ("begin", "expand", "commit", "observe", "open")}
         engine.parts = replace(fine, drafter=Failing(inner=fine.drafter, when=calls))
@@ -190,14 +183,7 @@ def long_context() -> LlamaForCausalLM:
 )
 def test_long_prompts_hold_up_no_step_of_others(long_context, prompts, given, most):
     lm = Counting(long_context, max_slots=8)
-    parts = Parts(
-        target=lm,
-        drafter=NoDrafter(),
-        tree=ChainTree(),
-        verifier=MatchVerifier(),
-        length=FixedLength(),
-        decoding=StepDecoding(),
-    )
+    parts = parts_of(lm, NoDrafter(), verifier=MatchVerifier(), length=FixedLength())
     engine = Engine(parts, max_prefill_tokens=given)
     greedy = Sampling(temperature=0, seed=0)
     decoding = [engine.add([3, 4, 5 + i], max_new_tokens=500, sampling=greedy) for i in range(3)]
@@ -217,13 +203,6 @@ def test_long_prompts_hold_up_no_step_of_others(long_context, prompts, given, mo
 def test_a_bound_on_prefill_of_no_tokens_is_refused(long_context):
     with pytest.raises(InputError, match="max_prefill_tokens must be >= 1, got 0"):
         Engine(
-            Parts(
-                target=LanguageModel(long_context),
-                drafter=NoDrafter(),
-                tree=ChainTree(),
-                verifier=MatchVerifier(),
-                length=FixedLength(),
-                decoding=StepDecoding(),
-            ),
+            parts_of(LanguageModel(long_context), NoDrafter(), verifier=MatchVerifier(), length=FixedLength()),
             max_prefill_tokens=0,
         )

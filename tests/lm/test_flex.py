@@ -9,11 +9,8 @@ from torch.nn.attention.flex_attention import create_mask
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import outrider
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
-from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf import flex
 from outrider.lm.hf.capabilities import capabilities
 from outrider.lm.model import LanguageModel
@@ -25,6 +22,7 @@ from outrider.trees.protocol import Tree
 from outrider.verifiers.match import MatchVerifier
 from tests.lm.oracle import Growth, Pair
 from tests.lm.test_model import draw, grow_levels, prefill
+from tests.world.parts import parts_of
 from tests.world.recurrent_zoo import tiny_recurrent
 from tests.world.zoo import ARCHITECTURES, VOCAB, scrambled, tiny
 
@@ -85,13 +83,12 @@ def engines(dtype: torch.dtype, device: str) -> dict[str, Engine]:
     short.model.layers, short.config.num_hidden_layers = short.model.layers[:1], 1
 
     def drafting(tree: Tree) -> Engine:
-        parts = Parts(
-            target=LanguageModel(model, max_slots=3),
-            drafter=ModelDrafter(lm=LanguageModel(short, max_slots=3)),
+        parts = parts_of(
+            LanguageModel(model, max_slots=3),
+            ModelDrafter(lm=LanguageModel(short, max_slots=3)),
             tree=tree,
             verifier=MatchVerifier(),
-            length=FixedLength(num_speculative_tokens=4),
-            decoding=StepDecoding(),
+            length=4,
         )
         return Engine(parts, max_slots=3)
 

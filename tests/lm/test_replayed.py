@@ -9,11 +9,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from outrider.core.types import InputError, Sampling
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
-from outrider.lengths.fixed import FixedLength
 from outrider.lm.forwards import replayed
 from outrider.lm.forwards.forward import Forward
 from outrider.lm.forwards.recorder import RECORDERS
@@ -21,10 +18,9 @@ from outrider.lm.head import HeadLM
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.target_info import TargetInfo
-from outrider.trees.chain import ChainTree
-from outrider.verifiers.token import TokenVerifier
 from tests.world.heads import HEADS, head
 from tests.world.models import llama
+from tests.world.parts import parts_of
 from tests.world.recorder import CheckedRecorder
 from tests.world.zoo import ARCHITECTURES, tiny
 
@@ -275,14 +271,7 @@ def drafting(drafter: str, forward: Forward, device: torch.device | None = None)
         draft = ModelDrafter(lm=LanguageModel(llama(num_layers=1).to(device), max_slots=4, forward=forward))
     else:
         draft = head(drafter, TargetInfo.of(lm, None, forward=forward))
-    parts = Parts(
-        target=lm,
-        drafter=draft,
-        tree=ChainTree(),
-        verifier=TokenVerifier(),
-        length=FixedLength(num_speculative_tokens=4),
-        decoding=StepDecoding(),
-    )
+    parts = parts_of(lm, draft, length=4)
     return Engine(parts, max_slots=4)
 
 

@@ -8,17 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider import Sampling, catalog
+from outrider import Sampling
 from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
-from outrider.lengths.fixed import FixedLength
 from outrider.lm.protocol import LM, Segment
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import Translation
 from outrider.proof.enumerate import law
 from tests.world.automaton import After
+from tests.world.parts import parts_of
 
 # A target of four tokens over a draft model of five: 0 and 3 are shared, 1 has two pieces, 2 three.
 WORDS = Translation(
@@ -35,13 +34,12 @@ def inner(max_context: int = 1 << 20) -> TabularLM:
 
 
 def assemble(verifier: str, tree: str = "chain", gamma: int = 2, words: Translation = WORDS) -> Parts:
-    return Parts(
-        target=TabularLM(random_rows(4, seed=3), 4),
-        drafter=ModelDrafter(lm=Translated(inner(), words)),
-        tree=catalog.make("tree", tree),
-        verifier=catalog.make("verifier", verifier),
-        length=FixedLength(num_speculative_tokens=gamma),
-        decoding=StepDecoding(),
+    return parts_of(
+        TabularLM(random_rows(4, seed=3), 4),
+        ModelDrafter(lm=Translated(inner(), words)),
+        tree=tree,
+        verifier=verifier,
+        length=gamma,
     )
 
 

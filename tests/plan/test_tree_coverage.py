@@ -7,10 +7,7 @@ import pytest
 import torch
 
 from outrider import InputError
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
-from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import Row, TabularLM, random_rows
 from outrider.plan.tree_coverage import Branches, DraftedTree, SharedPaths, accepted_of_distinct
 from outrider.proof.enumerate import law
@@ -20,6 +17,7 @@ from outrider.trees.iid import IidTree
 from outrider.verifiers.kseq import KseqVerifier
 from outrider.verifiers.recursive import RecursiveVerifier
 from recipes.inquiry.texts import RecordedText
+from tests.world.parts import parts_of
 
 BEFORE = 2
 
@@ -39,13 +37,12 @@ def on_texts(target: Row, draft: Row, tree: DraftedTree, vocab: int) -> tuple[fl
 def enumerated(target: Row, draft: Row, tree: DraftedTree, vocab: int) -> tuple[float, float]:
     """The same of runs of the production loop: outputs that have reached the bound make no further step."""
     paths = isinstance(tree, SharedPaths)
-    parts = Parts(
-        target=TabularLM(target, vocab),
-        drafter=ModelDrafter(lm=TabularLM(draft, vocab)),
+    parts = parts_of(
+        TabularLM(target, vocab),
+        ModelDrafter(lm=TabularLM(draft, vocab)),
         tree=IidTree(num_paths=tree.count) if isinstance(tree, SharedPaths) else GumbelTree(branching=tree.counts),
         verifier=KseqVerifier() if paths and tree.rule == "kseq" else RecursiveVerifier(),
-        length=FixedLength(num_speculative_tokens=tree.depth),
-        decoding=StepDecoding(),
+        length=tree.depth,
     )
     after = [law(parts, [0], count, horizon=BEFORE).emitted for count in range(BEFORE + 1)]
     steps = sum(mass for emitted in after for output, mass in emitted.items() if len(output) < BEFORE)

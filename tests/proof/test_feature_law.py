@@ -5,16 +5,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from outrider import catalog
 from outrider.core.types import Request, Running, Sampling
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Drafter, Observed
 from outrider.engine.engine import Engine
-from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import TabularLM, random_features, random_rows
 from outrider.proof.runs import law_of_runs
 from tests.world.feature_tables import FeatureTable
+from tests.world.parts import parts_of
 
 BOUND = 1e-12
 TABLE = random_rows(2, seed=3)
@@ -29,13 +26,12 @@ CELLS = (
 
 
 def engine(tree: str, verifier: str, drafter: Drafter | None = None, *, gamma: int = 2, warm: bool = False) -> Engine:
-    parts = Parts(
-        target=TabularLM(TABLE, 2, feature=random_features(3, seed=4)),
-        drafter=drafter or FeatureTable(vocab_size=2),
-        tree=catalog.make("tree", tree),
-        verifier=catalog.make("verifier", verifier),
-        length=FixedLength(num_speculative_tokens=gamma),
-        decoding=StepDecoding(),
+    parts = parts_of(
+        TabularLM(TABLE, 2, feature=random_features(3, seed=4)),
+        drafter or FeatureTable(vocab_size=2),
+        tree=tree,
+        verifier=verifier,
+        length=gamma,
     )
     return Engine(parts, max_slots=2, keep_warm=warm)
 

@@ -10,8 +10,6 @@ from torch import nn
 
 import outrider
 from outrider.core.types import Sampling
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.engine import Engine
@@ -23,10 +21,9 @@ from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import translation
 from outrider.proof.gate import PACKAGE, _read, gate, key, openings
-from outrider.trees.chain import ChainTree
 from outrider.verifiers.block import BlockVerifier
-from outrider.verifiers.token import TokenVerifier
 from tests.world.models import engine, llama
+from tests.world.parts import parts_of
 
 PROMPTS = [[1], [2, 3]]
 
@@ -43,14 +40,7 @@ def package(tmp_path: Path) -> Path:
 
 def with_models(target: nn.Module, draft: nn.Module, **others: object) -> Engine:
     """An engine over these two models."""
-    parts = Parts(
-        target=LanguageModel(target, max_slots=2, **others),
-        drafter=ModelDrafter(lm=LanguageModel(draft, max_slots=2)),
-        tree=ChainTree(),
-        verifier=TokenVerifier(),
-        length=FixedLength(num_speculative_tokens=3),
-        decoding=StepDecoding(),
-    )
+    parts = parts_of(LanguageModel(target, max_slots=2, **others), ModelDrafter(lm=LanguageModel(draft, max_slots=2)))
     return Engine(parts, max_slots=2)
 
 

@@ -6,15 +6,12 @@ from dataclasses import replace
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from outrider import catalog
 from outrider.core.types import Request, Sampling
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
-from outrider.lengths.fixed import FixedLength
 from outrider.lm.open import as_lm
 from outrider.proof.runs import Row, Runs, law_of_runs, plain_rows
+from tests.world.parts import parts_of
 from tests.world.recurrent_zoo import RECURRENT, recurrent_config
 from tests.world.zoo import attention_of, scrambled, tiny_config
 
@@ -44,13 +41,12 @@ def engine(
     target: object, guesser: object, verifier: object = "block", tree: str = "chain", **others: object
 ) -> Engine:
     """An engine that drafts two tokens; the target is a model, or as the engine sees it."""
-    parts = Parts(
-        target=as_lm(target, max_slots=SLOTS) if isinstance(target, PreTrainedModel) else target,
-        drafter=guesser,
-        tree=catalog.make("tree", tree) if isinstance(tree, str) else tree,
-        verifier=catalog.make("verifier", verifier) if isinstance(verifier, str) else verifier,
-        length=FixedLength(num_speculative_tokens=2),
-        decoding=StepDecoding(),
+    parts = parts_of(
+        as_lm(target, max_slots=SLOTS) if isinstance(target, PreTrainedModel) else target,
+        guesser,
+        tree=tree,
+        verifier=verifier,
+        length=2,
     )
     return Engine(replace(parts, **others), max_slots=SLOTS)
 

@@ -9,16 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from outrider import InputError
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
-from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import Row, TabularLM, random_rows
 from outrider.proof.enumerate import law
 from outrider.theory.coverage import coverage, survival
-from outrider.trees.chain import ChainTree
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.token import TokenVerifier
+from tests.world.parts import parts_of
 
 RULES = {"token": TokenVerifier(), "block": BlockVerifier()}
 VOCAB = 3
@@ -38,13 +35,8 @@ def on_texts(target: Row, draft: Row, gamma: int, rule: str, before: int) -> tup
 
 def enumerated(target: Row, draft: Row, gamma: int, rule: str, before: int) -> tuple[float, float]:
     """The same of runs of the production loop: outputs that have reached the bound make no further step."""
-    parts = Parts(
-        target=TabularLM(target, VOCAB),
-        drafter=ModelDrafter(lm=TabularLM(draft, VOCAB)),
-        tree=ChainTree(),
-        verifier=RULES[rule],
-        length=FixedLength(num_speculative_tokens=gamma),
-        decoding=StepDecoding(),
+    parts = parts_of(
+        TabularLM(target, VOCAB), ModelDrafter(lm=TabularLM(draft, VOCAB)), verifier=RULES[rule], length=gamma
     )
     after = [law(parts, [0], count, horizon=before).emitted for count in range(before + 1)]
     steps = sum(mass for emitted in after for output, mass in emitted.items() if len(output) < before)

@@ -9,15 +9,12 @@ import pytest
 import torch
 
 from outrider.core.types import Frontier, InputError, Request, Running, Sampling
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Observed
 from outrider.drafters.steered import SteeredDrafter, SteeredPath
 from outrider.drafters.steering import CONFIG, Steering, SteeringConfig, usual_taps
 from outrider.engine.engine import Engine
 from outrider.learning.batch import Document, TrainBatch
 from outrider.learning.divergences import divergence
-from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
@@ -30,8 +27,8 @@ from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import train
 from outrider.training.loop.watch import Evaluation
 from outrider.training.steer import Steered, sources, steered_learner
-from outrider.trees.chain import ChainTree
 from outrider.verifiers.block import BlockVerifier
+from tests.world.parts import parts_of
 from tests.world.tokenizers import letters
 from tests.world.zoo import VOCAB, tiny
 
@@ -261,14 +258,7 @@ def test_the_result_loads_as_a_steered_drafter_and_drafts_losslessly(tmp_path):
     drafter = SteeredPath(path=str(tmp_path)).bind(TargetInfo.of(lm, None))
     assert drafter.taps == made.steering.config.taps
     engine = Engine(
-        Parts(
-            target=lm,
-            drafter=drafter,
-            tree=ChainTree(),
-            verifier=BlockVerifier(),
-            length=FixedLength(num_speculative_tokens=3),
-            decoding=StepDecoding(),
-        ),
+        parts_of(lm, drafter, verifier=BlockVerifier()),
         max_slots=2,
     )
     prompts, greedy = [text.tokens[:7].tolist() for text in documents(2)], Sampling(temperature=0.0, seed=0)

@@ -5,20 +5,17 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
-from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
-from outrider.trees.chain import ChainTree
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.protocol import Verifier
 from outrider.verifiers.token import TokenVerifier
+from tests.world.parts import parts_of
 from tests.world.zoo import VOCAB, scrambled
 
 CONTEXT = 256
@@ -69,13 +66,11 @@ def engine(
     eos_ids: frozenset[int] = frozenset(),
 ) -> Engine:
     """An engine without tokenizer over the tiny target; the drafter is given, or named."""
-    parts = Parts(
-        target=target(max_slots),
-        drafter=drafter_of(drafter, max_slots, draft_context) if isinstance(drafter, str) else drafter,
-        tree=ChainTree(),
+    parts = parts_of(
+        target(max_slots),
+        drafter_of(drafter, max_slots, draft_context) if isinstance(drafter, str) else drafter,
         verifier=VERIFIERS[verifier],
-        length=FixedLength(num_speculative_tokens=gamma),
-        decoding=StepDecoding(),
+        length=gamma,
     )
     return Engine(parts, max_slots=max_slots, eos_ids=eos_ids)
 

@@ -6,13 +6,13 @@ from outrider.decoding.protocol import Decoding, Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Drafter
-from outrider.lengths.fixed import FixedLength
 from outrider.lengths.protocol import LengthPolicy
 from outrider.lm.protocol import LM
 from outrider.lm.tabular import Row, TabularLM, random_rows
 from outrider.trees.chain import ChainTree
 from outrider.trees.protocol import Tree
 from outrider.verifiers.protocol import Verifier
+from tests.world.parts import parts_of
 
 
 def tables(
@@ -31,12 +31,12 @@ def tables(
     Args:
         length: How long to draft, if a number.
     """
-    return Parts(
-        target=target or TabularLM(random_rows(vocab, seed), vocab),
-        drafter=drafter or ModelDrafter(lm=TabularLM(random_rows(vocab, seed + 100), vocab)),
+    return parts_of(
+        target or TabularLM(random_rows(vocab, seed), vocab),
+        drafter or ModelDrafter(lm=TabularLM(random_rows(vocab, seed + 100), vocab)),
         tree=tree or ChainTree(),
         verifier=verifier,
-        length=FixedLength(num_speculative_tokens=length) if isinstance(length, int) else length,
+        length=length,
         decoding=decoding or StepDecoding(),
     )
 
