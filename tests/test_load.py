@@ -174,10 +174,7 @@ def test_reproducible_outputs_take_coupled_draws_and_a_seed():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (
-            {"verifier": "block"},
-            "need verifier 'coupled', got 'block', whose draws depend on what is drafted",
-        ),
+        ({"verifier": "block"}, "need verifier 'coupled', got 'block', whose draws depend on what is drafted"),
         ({"decoding": "pearl:2"}, "verifier 'coupled' counts the positions of draft tokens from the newest judged one"),
     ],
 )

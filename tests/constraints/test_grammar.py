@@ -86,9 +86,7 @@ RULES = [
     pytest.param(json_schema(json.dumps(PERSON), max_whitespace=0), person, id="compact-schema"),
     pytest.param(regex(SENTENCE), sentence, id="regex"),
     pytest.param(
-        ebnf('root ::= number (", " number){0,3} "!"\nnumber ::= "one" | "two" | "three"'),
-        numbers,
-        id="ebnf",
+        ebnf('root ::= number (", " number){0,3} "!"\nnumber ::= "one" | "two" | "three"'), numbers, id="ebnf"
     ),
     pytest.param(lark('start: words "!"\nwords[max_tokens=3]: /[a-z ]+/'), few_words, id="max-tokens"),
 ]
@@ -373,9 +371,7 @@ def test_a_vocabulary_padded_beyond_the_tokenizer_is_never_drawn_from():
     lm = models.target()
     own = outrider.load(drafter="none")
     engine = Engine(
-        replace(own.parts, target=LanguageModel(_wide(own), max_slots=2)),
-        tokenizer=own.tokenizer,
-        eos_ids=own.eos_ids,
+        replace(own.parts, target=LanguageModel(_wide(own), max_slots=2)), tokenizer=own.tokenizer, eos_ids=own.eos_ids
     )
     assert engine.parts.target.vocab_size == 8192 + 40
     assert lm.vocab_size < 8192
@@ -486,10 +482,7 @@ def test_an_automaton_of_ones_own_constrains_the_engine():
     [
         (regex("(ab"), "the regex cannot be compiled: .*"),
         (regex("a$b"), r"the regex cannot be compiled: lookarounds not supported"),
-        (
-            json_schema('{"type":'),
-            "the JSON schema cannot be compiled: it is not JSON: Expecting value",
-        ),
+        (json_schema('{"type":'), "the JSON schema cannot be compiled: it is not JSON: Expecting value"),
         (
             json_schema({"type": "array", "uniqueItems": True}),
             r'the JSON schema cannot be compiled: Unimplemented keys: \["uniqueItems"\]',

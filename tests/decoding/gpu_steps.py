@@ -176,12 +176,7 @@ def table(folder: Path) -> list[str]:
                 Sampling(temperature=0.0, repetition_penalty=1.1),
                 (1, 8, 32),
             ),
-            (
-                "suffix, goodput, T 0",
-                engine(target, catalog.make("drafter", "suffix"), length="goodput"),
-                greedy,
-                (1,),
-            ),
+            ("suffix, goodput, T 0", engine(target, catalog.make("drafter", "suffix"), length="goodput"), greedy, (1,)),
         ]
         for name, busy, sampling, batches in rows:
             each = [steps(card, busy, [sampling] * batch, count=8) for batch in batches]

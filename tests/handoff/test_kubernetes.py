@@ -42,13 +42,7 @@ def test_its_command_is_that_of_an_export(parts):
     arguments = [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], each) for each in container["args"]]
     config = json.loads(arguments[arguments.index("--speculative-config") + 1])
     handed = Handed(
-        name="eagle3",
-        method="eagle3",
-        exports=SPEC.exports,
-        target=None,
-        dtype="bfloat16",
-        length=5,
-        lengths={},
+        name="eagle3", method="eagle3", exports=SPEC.exports, target=None, dtype="bfloat16", length=5, lengths={}
     )
     assert config == {**handed.speculative(), "model": "/drafter"}
     assert (arguments[0], container["command"]) == ("org/target", ["vllm", "serve"])

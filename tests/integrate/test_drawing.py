@@ -30,12 +30,7 @@ pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
 SETTING = {"do_sample": True, "temperature": 0.6, "top_k": 3, "top_p": 0.97, "repetition_penalty": 1.2}
 PIPELINE = LogitsProcessorList(
-    [
-        RepetitionPenaltyLogitsProcessor(1.2),
-        TemperatureLogitsWarper(0.6),
-        TopKLogitsWarper(3),
-        TopPLogitsWarper(0.97),
-    ]
+    [RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(0.6), TopKLogitsWarper(3), TopPLogitsWarper(0.97)]
 )
 LENGTH, DRAWS = 3, 250
 
@@ -71,11 +66,7 @@ def p_value(said: list[tuple[int, ...]], expected: dict[tuple[int, ...], float])
     return chi_square(observed, wanted).p_value
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [{}, {"tree": "gumbel:branching=2x2", "length": "fixed:2"}],
-    ids=["chain", "tree"],
-)
+@pytest.mark.parametrize("parts", [{}, {"tree": "gumbel:branching=2x2", "length": "fixed:2"}], ids=["chain", "tree"])
 def test_drawn_sequences_have_the_law_of_generates_own_processors(parts):
     model, inputs = tiny("llama"), batch(5)
     drafted = as_custom_generate(

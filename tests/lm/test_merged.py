@@ -54,13 +54,7 @@ def test_layers_that_differ_or_run_twice_or_read_something_else_stay_alone():
     before = model(states)
     merge(model, lambda: model(states))
     kinds = {name: type(part).__name__ for name, part in model.named_children()}
-    assert kinds == {
-        "a": "_First",
-        "b": "_Other",
-        "bare": "Linear",
-        "twice": "Linear",
-        "other": "Linear",
-    }
+    assert kinds == {"a": "_First", "b": "_Other", "bare": "Linear", "twice": "Linear", "other": "Linear"}
     for ours, theirs in zip(model(states), before, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
         assert ours.is_contiguous()

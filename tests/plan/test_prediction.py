@@ -48,8 +48,7 @@ def recorded(parts: Parts, temperature: float = 1.0, wrong: float | None = None)
         texts = [text]
     said = [
         Continuation(
-            prompt=(0,),
-            text=TargetText(prompt=1, tokens=np.array(text), log_probs=np.zeros(COUNT), ended=False),
+            prompt=(0,), text=TargetText(prompt=1, tokens=np.array(text), log_probs=np.zeros(COUNT), ended=False)
         )
         for text in texts
     ]
@@ -59,9 +58,7 @@ def recorded(parts: Parts, temperature: float = 1.0, wrong: float | None = None)
         (
             float(np.exp(log_p.sum())),
             RecordedRun(
-                texts=(replace(each.text, log_probs=log_p),),
-                drafts={"model": (rows,)},
-                temperature=temperature,
+                texts=(replace(each.text, log_probs=log_p),), drafts={"model": (rows,)}, temperature=temperature
             ),
         )
         for each, (log_p, rows) in zip(said, found, strict=True)

@@ -65,9 +65,7 @@ def test_a_target_that_rules_tokens_out_keeps_the_expectations():
 
 
 ratios = arrays(
-    np.float64,
-    array_shapes(min_dims=2, max_dims=2, max_side=7),
-    elements=st.floats(-50, 50) | st.just(-np.inf),
+    np.float64, array_shapes(min_dims=2, max_dims=2, max_side=7), elements=st.floats(-50, 50) | st.just(-np.inf)
 )
 
 

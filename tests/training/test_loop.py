@@ -182,8 +182,7 @@ def test_other_settings_are_refused_in_the_folder_of_a_run(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "foreign",
-    ["model.safetensors", "notes.txt", "training/notes.txt", "training/log.jsonl", "training"],
+    "foreign", ["model.safetensors", "notes.txt", "training/notes.txt", "training/log.jsonl", "training"]
 )
 def test_a_folder_that_holds_something_else_is_refused_and_keeps_it(tmp_path: Path, foreign: str) -> None:
     place = tmp_path / "out" / foreign

@@ -124,11 +124,7 @@ def test_gaps_leave_the_order_the_last_tokens_and_the_limit(lengths, num_gaps, t
     limit = max(lengths) + room
     tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
     given = TrainBatch(
-        tokens=tokens,
-        learnt=tokens.bool(),
-        lengths=torch.tensor(lengths),
-        step=seed,
-        rows=range(len(lengths)),
+        tokens=tokens, learnt=tokens.bool(), lengths=torch.tensor(lengths), step=seed, rows=range(len(lengths))
     )
     places = RandomGaps(limit=limit, num_gaps=num_gaps, together=together, seed=seed)(given)
     for row, count in zip(places, lengths, strict=True):

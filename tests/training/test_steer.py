@@ -257,10 +257,7 @@ def test_the_result_loads_as_a_steered_drafter_and_drafts_losslessly(tmp_path):
     lm = LanguageModel(target, max_slots=2)
     drafter = SteeredPath(path=str(tmp_path)).bind(TargetInfo.of(lm, None))
     assert drafter.taps == made.steering.config.taps
-    engine = Engine(
-        parts_of(lm, drafter, verifier=BlockVerifier()),
-        max_slots=2,
-    )
+    engine = Engine(parts_of(lm, drafter, verifier=BlockVerifier()), max_slots=2)
     prompts, greedy = [text.tokens[:7].tolist() for text in documents(2)], Sampling(temperature=0.0, seed=0)
     drafted = engine.generate(prompts, max_new_tokens=12, sampling=greedy)
     plain = engine.plain().generate(prompts, max_new_tokens=12, sampling=greedy)

@@ -38,13 +38,7 @@ def jakiro(
 
 
 def poss(
-    folder: Path,
-    around: TargetInfo,
-    *,
-    ours: bool = True,
-    fused: bool = False,
-    count: int = 3,
-    steps: int = 1,
+    folder: Path, around: TargetInfo, *, ours: bool = True, fused: bool = False, count: int = 3, steps: int = 1
 ) -> Tensors:
     """PosS on an EAGLE head or, with `fused`, on an EAGLE-3 head in the flat form."""
     layer, size = layer_of(around), around.hidden_size

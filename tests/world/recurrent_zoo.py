@@ -59,12 +59,7 @@ _ROWS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         _MIXED
         | _DELTA
         | _EXPERTS
-        | {
-            "head_dim": 8,
-            "linear_num_key_heads": 2,
-            "shared_expert_intermediate_size": 16,
-            "decoder_sparse_step": 2,
-        },
+        | {"head_dim": 8, "linear_num_key_heads": 2, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 2},
     ),
     "qwen3_5": (Qwen3_5TextConfig, _MIXED | _DELTA | {"head_dim": 8, "linear_num_key_heads": 2}),
     "olmo_hybrid": (OlmoHybridConfig, _MIXED | _DELTA | {"linear_num_key_heads": 4}),

@@ -135,8 +135,6 @@ def tiny(name: str, *, attention: str | None = None, seed: int = 0) -> PreTraine
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
-            tiny_config(name),
-            attn_implementation=attention or attention_of(name),
-            experts_implementation="eager",
+            tiny_config(name), attn_implementation=attention or attention_of(name), experts_implementation="eager"
         )
     return scrambled(model.double().eval(), seed)

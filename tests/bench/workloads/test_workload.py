@@ -106,12 +106,7 @@ def test_a_trace_has_times_lengths_and_shared_beginnings(tmp_path):
         ([{"colour": "red"}], r"line 1 is of no known format: it holds 'colour'; formats: SPEED-Bench"),
         ([[1, 2]], r"item 1 is no JSON object"),
         (
-            [
-                {
-                    "question_id": "x",
-                    "messages": [{"role": "user", "content": PLACEHOLDER + " FROM"}],
-                }
-            ],
+            [{"question_id": "x", "messages": [{"role": "user", "content": PLACEHOLDER + " FROM"}]}],
             r"line 1: 'messages' holds SPEED-Bench's placeholder",
         ),
     ],
