@@ -48,11 +48,16 @@ def checked(given: Checked) -> Checked:
         # It is made at every call of the function around it, so calls of all that are made count together.
         counts = _COUNTS.setdefault(given.__code__, _Count())
         return _in_one_call(_again(given)) if counts.more() else given
-    strict, counts = _in_one_call(beartype(given, conf=CONFIGURATION)), _Count()
+    counts, strict = _Count(), list[Callable[..., object]]()
 
-    @functools.wraps(strict)
+    @functools.wraps(given)
     def first_calls(*args: object, **named: object) -> object:
-        return strict(*args, **named) if counts.more() else given(*args, **named)
+        if not counts.more():
+            return given(*args, **named)
+        if not strict:
+            # Most functions that are imported are not called in one run of tests.
+            strict.append(_in_one_call(beartype(given, conf=CONFIGURATION)))
+        return strict[0](*args, **named)
 
     return first_calls
 

@@ -1,19 +1,18 @@
 """Expressions evaluated in a process of its own, where no types are checked at run time, as in a user's script."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+import numpy as np
+
+import outrider
+from tests.world.forked import printed
 
 
 def outcomes(expressions: list[str]) -> dict[str, str]:
     """What each expression gives: the repr of its value, or the class and the message of what it raises."""
-    command = [sys.executable, "-m", "tests.untyped"]
-    done = subprocess.run(command, cwd=ROOT, input=json.dumps(expressions), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(expressions, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    status, out, err = printed(_evaluate, expressions)
+    assert status == 0, err[-3000:]
+    return dict(zip(expressions, json.loads(out.splitlines()[-1]), strict=True))
 
 
 def _outcome(expression: str, names: dict[str, object]) -> str:
@@ -23,15 +22,6 @@ def _outcome(expression: str, names: dict[str, object]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def main() -> None:
-    """Evaluate the expressions of standard input."""
-    import numpy as np
-
-    import outrider
-
+def _evaluate(expressions: list[str]) -> None:
     names: dict[str, object] = {"np": np, "outrider": outrider, "engine": outrider.load()}
-    print(json.dumps([_outcome(expression, names) for expression in json.load(sys.stdin)]))
-
-
-if __name__ == "__main__":
-    main()
+    print(json.dumps([_outcome(expression, names) for expression in expressions]))

@@ -112,7 +112,8 @@ CASES: dict[str, Callable[[], Counter[str]]] = {
     "a sampled step of 8 requests": lambda: of_a_step("model", 1.0, 8),
 }
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+
+def main() -> None:
+    """Print the counts of all cases."""
     found: dict[str, object] = {name: count() for name, count in CASES.items()}
     print(json.dumps(found | {"waits": [waits_of_steps(temperature) for temperature in (0.0, 1.0)]}))

@@ -5,13 +5,12 @@ a count smaller lowers its bound.
 """
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.cli.runs import ROOT
+from tests.engine import call_counts
+from tests.world.forked import printed
 
 Counts = dict[str, Any]
 BOUNDS = {
@@ -30,10 +29,9 @@ BOUNDS = {
 @pytest.fixture(scope="module")
 def counts() -> Counts:
     """What `call_counts` prints: for each case the number of calls of each function, and the numbers of waits."""
-    command = [sys.executable, "-m", "tests.engine.call_counts"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: Counts = json.loads(done.stdout.splitlines()[-1])
+    status, out, err = printed(call_counts.main)
+    assert status == 0, err[-3000:]
+    found: Counts = json.loads(out.splitlines()[-1])
     return found
 
 

@@ -1,15 +1,17 @@
 """A crowded machine is noticed from made-up seconds and made-up use of the cores, and it is said once."""
 
+import functools
 import itertools
-import subprocess
-import sys
+import warnings
 from collections.abc import Iterable, Sequence
+
+import torch
 
 from outrider.cli.opened import _one_line
 from outrider.core.types import Step, Timing
-from outrider.engine.crowd import Crowd, CrowdedWarning
+from outrider.engine.crowd import Crowd, CrowdedWarning, warn_of_crowd
 from outrider.host.cores import CoreUsage, affinity
-from tests.cli.runs import ROOT
+from tests.world.forked import printed
 from tests.world.models import engine
 
 CORES = len(affinity())
@@ -74,25 +76,22 @@ def step(seconds: float) -> Step:
     )
 
 
+def warned() -> None:
+    """Print the warnings of two crowded engines."""
+    torch.set_num_threads(THREADS)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            moments = iter(usages(own=0.4, others=CORES - 0.4))
+            crowd = Crowd(functools.partial(next, moments))
+            for _ in range(60):
+                warn_of_crowd(crowd, [step(0.1)])
+    print([each.category.__name__ for each in found])
+
+
 def test_a_process_is_warned_once():
-    code = """
-import itertools, warnings
-from outrider.host.cores import affinity
-from outrider.engine.crowd import Crowd, warn_of_crowd
-from tests.engine.test_crowd import CORES, THREADS, step, usages
-import torch
-torch.set_num_threads(THREADS)
-warnings.simplefilter("always")
-with warnings.catch_warnings(record=True) as found:
-    for _ in range(2):
-        moments = iter(usages(own=0.4, others=CORES - 0.4))
-        crowd = Crowd(lambda: next(moments))
-        for _ in range(60):
-            warn_of_crowd(crowd, [step(0.1)])
-print([each.category.__name__ for each in found])
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.stdout == "['CrowdedWarning']\n", done.stderr
+    _, out, err = printed(warned)
+    assert out == "['CrowdedWarning']\n", err
 
 
 def test_the_command_line_shows_the_warning_as_one_line():

@@ -369,7 +369,7 @@ def prepared(model: LlamaForCausalLM) -> dict[str, object]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    """Print what all checks find."""
     model = llama(1)
     plain, compiled = LanguageModel(model, max_slots=3), LanguageModel(model, max_slots=3, forward="compiled")
     found: dict[str, object] = {}
@@ -404,7 +404,3 @@ def main() -> None:
     found["kept"] = kept(model)
     found["prepared"] = prepared(model)
     print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

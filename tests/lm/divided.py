@@ -1,7 +1,6 @@
 """One of the processes that hold a target together: decodes some prompts and writes the tokens of all processes."""
 
 import json
-import os
 from pathlib import Path
 
 import torch.distributed as dist
@@ -28,10 +27,8 @@ def decoded(target: str, head: str, *, tp_plan: str | None) -> dict[str, list[li
     return found
 
 
-def main(target: str, head: str, out: str, rank: int, port: int) -> None:
+def main(target: str, head: str, out: str) -> None:
     """Run as one of two processes, as `torchrun` would start it. The first writes what all of them decoded."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()})
     found = decoded(target, head, tp_plan="auto") | {"processes": [together(), launched()]}
     told: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(told, found)

@@ -1,7 +1,6 @@
 """A target that several processes hold together (tensor parallel): two of them, over gloo on CPUs."""
 
 import json
-import multiprocessing
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +22,7 @@ from outrider.lengths.goodput import GoodputLength
 from outrider.lm.hf.support import refusal
 from recipes.tiny import VOCAB, scrambled
 from tests.lm import divided
-from tests.training.test_processes import free_port
+from tests.world.forked import rank_environments, started, statuses
 from tests.world.learners import head_learner
 from tests.world.models import engine
 from tests.world.recurrent_zoo import tiny_recurrent
@@ -54,15 +53,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def test_two_processes_say_what_one_says(places: tuple[str, str], tmp_path: Path) -> None:
-    server, port = multiprocessing.get_context("forkserver"), free_port()
-    server.set_forkserver_preload(["tests.lm.divided"])
     out = tmp_path / "told.json"
-    processes = [server.Process(target=divided.main, args=(*places, str(out), rank, port)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=300)
-    assert [process.exitcode for process in processes] == [0, 0]
+    assert statuses(*(started(divided.main, *places, str(out), **rank) for rank in rank_environments(2))) == [0, 0]
     first, second = json.loads(out.read_text())
     assert first == second
     assert first.pop("processes") == [2, 2]

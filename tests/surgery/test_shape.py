@@ -1,8 +1,8 @@
 """A smaller shape keeps the parts that matter, loads in plain transformers, and keeps logits where nothing is cut."""
 
 import resource
-import subprocess
-import sys
+import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from outrider.surgery.reshape import prune_shape
 from outrider.surgery.shape import ModelShape, shape_of, smaller_shape
 from recipes.tiny import tiny_config, tiny_model
 from tests.surgery.mixtures import gap, logits, some_texts
+from tests.world.forked import printed
 
 KINDS = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
 
@@ -168,32 +169,20 @@ def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path):
         write(model_of("llama"), None, tmp_path / "file" / "out", {})
 
 
-FULL = """
-import resource, signal
-from pathlib import Path
-import torch
-from outrider.surgery.checkpoint import write
-from outrider.core.types import InputError
-from recipes.tiny import tiny_config, tiny_model
-model = tiny_model(tiny_config("llama"))
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-try:
-    write(model, None, Path("new/out"), {})
-except InputError as error:
-    print(error)
-"""
+def filling() -> None:
+    """Write a model where files cannot be as large, as on a full disk."""
+    model = model_of("llama")
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    try:
+        write(model, None, Path("new/out"), {})
+    except InputError as error:
+        print(error)
 
 
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="the system cannot limit the size of files")
-def test_a_disk_that_takes_no_more_leaves_nothing_behind(tmp_path, request):
-    root = request.config.rootpath
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r})\n{FULL}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert "cannot write to new/out" in done.stdout, done.stderr[-2000:]
+def test_a_disk_that_takes_no_more_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, out, err = printed(filling)
+    assert "cannot write to new/out" in out, err[-2000:]
     assert list((tmp_path / "new").iterdir()) == []

@@ -1,6 +1,5 @@
 """Short runs of learners of every kind, one after another, in one process or in one of several."""
 
-import os
 from pathlib import Path
 
 from outrider.learning.divergences import divergence
@@ -28,14 +27,6 @@ SETTINGS = TrainSettings(
     keep_best=False,
     device="cpu",
 )
-DIVIDED = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
-    "FSDP_MIN_NUM_PARAMS": "50",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-}
-"""What `accelerate launch --use_fsdp --fsdp_version 2` tells its processes."""
 
 
 def learner(name: str) -> Learner:
@@ -46,11 +37,8 @@ def learner(name: str) -> Learner:
     return head_learner(name, target, loss="fkl", depth=2)
 
 
-def main(out: str, rank: int = 0, port: int = 0, count: int = 1) -> None:
-    """Train all of them. With several processes, this is one of them, and has a part of the weights."""
-    if count > 1:
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in place.items()} | DIVIDED)
+def main(out: str) -> None:
+    """Train all of them."""
     for name in NAMES:
         batches = Batches(documents(), batch_size=4, max_length=24, seed=0)
         train(learner(name), batches, SETTINGS, Path(out) / name, Evaluation(documents(), depth=2))

@@ -1,12 +1,11 @@
 """Captured states are those of the model itself, in memory as on disk, and only of the target and corpus they name."""
 
 import json
-import os
+import resource
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +23,7 @@ from outrider.lm.hf.taps import tapped
 from outrider.training.data.batches import Batches
 from outrider.training.data.capture import CaptureMode, capture
 from outrider.training.data.shards import MANIFEST, Captured, Contents
-from tests.cli.runs import ROOT
+from tests.world.forked import printed, telling
 from tests.world.zoo import VOCAB, tiny
 
 SMALL = CaptureMode(tokens_at_once=40, shard_bytes=20_000)
@@ -102,20 +101,16 @@ def test_top_rows_are_those_of_the_logits_and_batches_carry_them(tmp_path: Path)
     assert batch.rows_of_target.tokens.shape == (*batch.tokens.shape, 4)
 
 
+def capturing(said: Connection, out: Path) -> None:
+    """Capture states, and tell how many documents are done."""
+    capture(tiny("llama"), corpus(40), Contents(taps=(1, 3)), out=out, way=SMALL, progress=said.send)
+
+
 def test_a_capture_killed_in_the_middle_continues_with_the_next_shard(tmp_path: Path) -> None:
     model, documents, contents = tiny("llama"), corpus(40), Contents(taps=(1, 3))
     whole = capture(model, documents, contents, way=SMALL)
-    code = (
-        "import sys; from tests.training.test_capture import *;"
-        "said = lambda done: print(done, flush=True);"
-        "capture(tiny('llama'), corpus(40), Contents(taps=(1, 3)), out=Path(sys.argv[1]), way=SMALL, progress=said)"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        done = [int(process.stdout.readline()) for _ in range(3)]
-        os.kill(process.pid, signal.SIGKILL)
+    with telling(capturing, tmp_path) as (_, told):
+        done = [told.recv() for _ in range(3)]
     assert done[0] == 0 < done[2] < 40
     held = Captured.open(tmp_path, model=model)
     assert done[2] <= len(held) < 40
@@ -175,18 +170,18 @@ def test_shards_that_number_taps_otherwise_are_refused(tmp_path: Path) -> None:
         Captured.open(tmp_path).states(0)
 
 
+def filling(out: Path) -> None:
+    """Capture states where a limit on the size of files lets writes fail in the middle, as on a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+    long = [Document(tokens=np.full(90, 5), start=1)]
+    capture(tiny("llama"), corpus(4) + 3 * long, Contents(taps=(0, 1, 2)), out=out, way=SMALL)
+
+
 def test_a_disk_that_fills_up_gives_a_sentence_and_leaves_no_half_shard(tmp_path: Path) -> None:
-    # A limit on the size of files: writes fail in the middle, as on a full disk.
-    code = (
-        "import resource, signal, sys; from tests.training.test_capture import *;"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000));"
-        "long = [Document(tokens=np.full(90, 5), start=1)];"
-        "capture(tiny('llama'), corpus(4) + 3 * long, Contents(taps=(0, 1, 2)), out=Path(sys.argv[1]), way=SMALL)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1
-    said = done.stderr.splitlines()[-1]
+    status, _, err = printed(filling, tmp_path)
+    assert status == 1
+    said = err.splitlines()[-1]
     assert said.startswith("outrider.core.inputs.InputError: ")
     assert said.endswith("shard-00001.safetensors cannot be written: File too large"), said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "shard-00000.safetensors"]

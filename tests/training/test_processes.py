@@ -1,18 +1,19 @@
 """Runs in processes of their own: killed at random moments, several at once, and on a full disk."""
 
-import multiprocessing
 import os
 import random
 import resource
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 
 from outrider.core.types import InputError
@@ -22,51 +23,35 @@ from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import FOLDER, train
 from tests.training import runner
 from tests.training.learners import Bigram, batches
+from tests.world.forked import rank_environments, started, statuses, telling
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS, SAVE_EVERY = 400, 3
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+LAUNCH = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+COPIES = ["--multi_gpu"]
+"""`accelerate launch --cpu` starts one process whatever their number; `--multi_gpu` starts them without a GPU too."""
+DIVIDED = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"]
+DIVIDED += ["--fsdp_min_num_params", "50"]
 
 
-FSDP = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"]
-FSDP += ["--fsdp_min_num_params", "50"]
+def launch_environment(*kind: str) -> dict[str, str]:
+    """What `accelerate launch` tells its processes of how they share the work."""
+    arguments = launch_command_parser().parse_args([*kind, *LAUNCH, "--num_processes", "2", "any.py"])
+    prepared = prepare_multi_gpu_env(_validate_launch_command(arguments)[0])
+    return {name: value for name, value in prepared.items() if os.environ.get(name) != value}
 
 
-def run_alone(out: Path, *arguments: str) -> int:
-    """The exit status of a run in one process, forked from one that has imported everything."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["tests.training.runner"])
-    process = server.Process(target=runner.main, args=(str(out), *arguments))
-    process.start()
-    process.join(timeout=300)
-    assert process.exitcode is not None, "the run does not end"
-    return process.exitcode
+def run(out: Path, *arguments: str) -> int:
+    """The exit status of a run in one process."""
+    return statuses(started(runner.main, str(out), *arguments))[0]
 
 
-def run(
-    out: Path, *arguments: str, processes: int = 1, kind: Sequence[str] = ("--multi_gpu",)
-) -> subprocess.CompletedProcess[str]:
-    """The runner's exit status and output.
-
-    `accelerate launch --cpu` starts one process whatever their number; `--multi_gpu` starts them without a GPU too.
-    """
-    launch = ["-m", "accelerate.commands.launch", *kind, "--num_machines", "1", "--mixed_precision", "no"]
-    launch += [
-        "--dynamo_backend",
-        "no",
-        "--main_process_port",
-        str(free_port()),
-        "--num_processes",
-        str(processes),
-        "-m",
-    ]
-    command = [sys.executable, *(launch if processes > 1 else ["-m"]), "tests.training.runner", str(out), *arguments]
+def launch(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The exit status and the output of a run in two processes that `accelerate launch` starts."""
+    launched = ["accelerate.commands.launch", *COPIES, *LAUNCH, "--num_processes", "2", "-m", "tests.training.runner"]
+    command = [sys.executable, "-m", *launched, str(out), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
@@ -74,11 +59,11 @@ def run(
 @pytest.mark.slow
 def test_a_run_killed_at_five_random_moments_ends_with_the_weights_of_one_left_alone(tmp_path: Path) -> None:
     alone, killed = tmp_path / "alone", tmp_path / "killed"
-    assert run_alone(alone, str(STEPS), str(SAVE_EVERY)) == 0
+    assert run(alone, str(STEPS), str(SAVE_EVERY)) == 0
     dice, kills, reached = random.Random(0), 0, []
     while kills < 5:
         # A checkpoint every third step, so that some kills hit the writing of one.
-        found = run_alone(killed, str(STEPS), str(SAVE_EVERY), str(dice.uniform(0.01, 0.25)))
+        found = run(killed, str(STEPS), str(SAVE_EVERY), str(dice.uniform(0.01, 0.25)))
         assert found == -signal.SIGKILL
         kills += 1
         steps = [int(each.stem.removeprefix("step-")) for each in (killed / FOLDER).glob("step-*.pt")]
@@ -86,7 +71,7 @@ def test_a_run_killed_at_five_random_moments_ends_with_the_weights_of_one_left_a
         assert not (killed / "config.json").exists(), "a half-trained drafter can be loaded"
     assert reached == sorted(reached), reached
     assert reached[-1] > 0, reached
-    assert run_alone(killed, str(STEPS), str(SAVE_EVERY)) == 0
+    assert run(killed, str(STEPS), str(SAVE_EVERY)) == 0
     ours, theirs = load_file(killed / "model.safetensors"), load_file(alone / "model.safetensors")
     assert ours.keys() == theirs.keys()
     for name in ours:
@@ -95,15 +80,21 @@ def test_a_run_killed_at_five_random_moments_ends_with_the_weights_of_one_left_a
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [["--multi_gpu"], FSDP], ids=["copies", "divided"])
+@pytest.mark.parametrize("kind", [COPIES, DIVIDED], ids=["copies", "divided"])
 def test_two_processes_have_the_loss_curve_of_one(tmp_path: Path, kind: list[str]) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert run_alone(one, "20", "8", "0", "0") == 0
-    found = run(two, "20", "8", "0", "0", processes=2, kind=kind)
-    assert found.returncode == 0, found.stderr
+    one, two, arguments = tmp_path / "one", tmp_path / "two", ("20", "8", "0", "0")
+    assert run(one, *arguments) == 0
+    if kind is COPIES:
+        found = launch(two, *arguments)
+        assert found.returncode == 0, found.stderr
+    else:
+        told = launch_environment(*kind)
+        assert statuses(
+            *(started(runner.main, str(two), *arguments, **told | rank) for rank in rank_environments(2))
+        ) == [0, 0]
     logs = [[line for line in read(out / FOLDER / "log.jsonl") if line["kind"] == "step"] for out in (one, two)]
     assert read(two / FOLDER / "log.jsonl")[0]["num_processes"] == 2
-    assert read(two / FOLDER / "log.jsonl")[0]["divided"] == (kind is FSDP)
+    assert read(two / FOLDER / "log.jsonl")[0]["divided"] == (kind is DIVIDED)
     assert len(logs[0]) == len(logs[1]) == 20
     for ours, theirs in zip(*logs, strict=True):
         assert ours["tokens"] == theirs["tokens"]
@@ -113,13 +104,23 @@ def test_two_processes_have_the_loss_curve_of_one(tmp_path: Path, kind: list[str
     for name, tensor in load_file(one / "model.safetensors").items():
         assert torch.allclose(tensor, load_file(two / "model.safetensors")[name], atol=1e-4), name
     # A run may go on in another number of processes.
-    assert run_alone(two, "20", "8", "0", "0") == 0
+    assert run(two, *arguments) == 0
 
 
-@pytest.mark.slow
+def refused(said: Connection, out: str, rank: dict[str, str]) -> None:
+    """Tell why a run does not start."""
+    os.environ.update(rank)
+    try:
+        runner.main(out, "2", "2", "0", "0")
+    except InputError as error:
+        said.send(str(error))
+
+
 def test_rows_must_be_dealt_evenly_to_processes(tmp_path: Path) -> None:
-    found = run(tmp_path, "2", "2", "0", "0", processes=3)
-    assert "batch_size must be a multiple of the number of processes, got 4 and 3" in found.stderr
+    with ExitStack() as several:
+        told = [several.enter_context(telling(refused, str(tmp_path), rank))[1] for rank in rank_environments(3)]
+        message = "batch_size must be a multiple of the number of processes, got 4 and 3"
+        assert all(message in each.recv() for each in told)
 
 
 def limited(path: Path, size: int, state: dict) -> str:

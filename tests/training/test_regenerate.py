@@ -1,11 +1,8 @@
 """The target answers a corpus through the engine; a run that is killed anywhere ends with the same file."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +12,7 @@ from outrider.core.types import InputError, Sampling
 from outrider.learning.batch import Document
 from outrider.training.data.records import read_documents
 from outrider.training.data.regenerate import AnswerOptions, Regenerated, regenerate
-from tests.cli.runs import ROOT
+from tests.world.forked import telling
 from tests.world.models import CONTEXT, engine
 
 GREEDY = AnswerOptions(sampling=Sampling(temperature=0), max_new_tokens=6, prompt_tokens=4)
@@ -73,22 +70,17 @@ def test_a_file_cut_anywhere_is_completed_to_the_same_bytes(tmp_path: Path) -> N
         assert seen == list(range(done.num_kept, 10))
 
 
+def answering(said: Connection, out: Path) -> None:
+    """Answer prompts, and tell how many are answered."""
+    regenerate(engine("ngram", max_slots=4), corpus(24), out, GREEDY, progress=lambda run: said.send(run.num_answers))
+
+
 def test_a_process_killed_in_the_middle_ends_with_the_same_file(tmp_path: Path) -> None:
     regenerate(engine("ngram", max_slots=4), corpus(24), tmp_path / "whole.jsonl", GREEDY)
     out = tmp_path / "out.jsonl"
-    code = (
-        "import sys; from pathlib import Path; from tests.training.test_regenerate import *;"
-        "said = lambda run: print(run.num_answers, flush=True);"
-        "regenerate(engine('ngram', max_slots=4), corpus(24), Path(sys.argv[1]), GREEDY, progress=said)"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(out)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        for said in process.stdout:
-            if int(said) == 7:
-                os.kill(process.pid, signal.SIGKILL)
-                break
+    with telling(answering, out) as (_, told):
+        while told.recv() != 7:
+            pass
     assert 7 <= out.read_bytes().count(b"\n") < 24
     regenerate(engine("ngram", max_slots=4), corpus(24), out, GREEDY)
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()

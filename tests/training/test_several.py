@@ -3,7 +3,6 @@
 The processes are told what `accelerate launch` tells them, and talk over gloo. `test_processes` has copies of weights.
 """
 
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -13,31 +12,21 @@ from safetensors.torch import load_file
 from outrider.training.loop.journal import read
 from outrider.training.loop.steps import FOLDER
 from tests.training import several
-from tests.training.test_processes import free_port
+from tests.training.test_processes import DIVIDED, launch_environment
+from tests.world.forked import rank_environments, started, statuses
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs in one process."""
     out = tmp_path_factory.mktemp("alone")
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["tests.training.several"])
-    process = server.Process(target=several.main, args=(str(out),))
-    process.start()
-    process.join(timeout=300)
-    assert process.exitcode == 0
+    assert statuses(started(several.main, str(out))) == [0]
     return out
 
 
 def test_two_processes_learn_what_one_learns(alone: Path, tmp_path: Path) -> None:
-    server, port = multiprocessing.get_context("forkserver"), free_port()
-    given = [(str(tmp_path), rank, port, 2) for rank in range(2)]
-    processes = [server.Process(target=several.main, args=each) for each in given]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=300)
-    assert [process.exitcode for process in processes] == [0, 0]
+    told = launch_environment(*DIVIDED)
+    assert statuses(*(started(several.main, str(tmp_path), **told | rank) for rank in rank_environments(2))) == [0, 0]
     for name in several.NAMES:
         one, two = (read(out / name / FOLDER / "log.jsonl") for out in (alone, tmp_path))
         assert (two[0]["num_processes"], two[0]["divided"]) == (2, True)
