@@ -21,35 +21,19 @@ from outrider.heads.trunks.blocks import (
     layers_like,
     unknown_token,
 )
-from outrider.learning.batch import Document, TrainBatch
+from outrider.learning.batch import TrainBatch
 from outrider.learning.block_loss import BlockLoss
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
 from outrider.training.data.batches import Batches
-from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import train
 from outrider.training.loop.watch import Evaluation
 from tests.world.block_checkpoints import checkpoints
 from tests.world.block_heads import BLOCKS, block_drafter, block_head
 from tests.world.forced import forced_guesses
+from tests.world.learners import SETTINGS, batch, documents, repeated
 from tests.world.tokenizers import letters
 from tests.world.zoo import VOCAB, tiny
-
-SETTINGS = TrainSettings(
-    steps=12, batch_size=3, max_length=24, learning_rate=3e-3, warmup=2, save_every=6, watch_every=6, log_every=1
-)
-
-
-def documents(count: int = 9) -> list[Document]:
-    dice = np.random.default_rng(0)
-    return [
-        Document(tokens=dice.integers(3, VOCAB, size=size), start=int(size // 3))
-        for size in dice.integers(12, 20, size=count)
-    ]
-
-
-def batch(step: int = 0) -> TrainBatch:
-    return Batches(documents(), batch_size=3, max_length=24, seed=0).batch(step)
 
 
 def target_info(dtype: torch.dtype = torch.float32) -> TargetInfo:
@@ -293,16 +277,6 @@ def test_a_mixture_of_one_layer_with_the_same_projections_leaves_dflash():
     places = torch.tensor([[4, 6]]).expand(3, -1)
     rows = [trained(of(head), batch(), places) for head in (parent, child)]
     assert torch.allclose(rows[0], rows[1], atol=1e-4)
-
-
-def repeated(given: TrainBatch) -> Batches:
-    """Batches that are all the same rows."""
-
-    class Repeated(Batches):
-        def batch(self, step: int) -> TrainBatch:
-            return replace(given, step=step)
-
-    return Repeated(documents(), batch_size=3, max_length=24, seed=0)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)

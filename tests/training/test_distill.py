@@ -22,6 +22,7 @@ from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import train
 from outrider.training.loop.watch import Evaluation, hold_out
 from outrider.training.on_policy import Sampler
+from tests.world.learners import repeated
 from tests.world.tokenizers import byte_level, letters
 from tests.world.zoo import VOCAB, tiny
 
@@ -40,16 +41,6 @@ def documents(count: int = 9, prompt: bool = True) -> list[Document]:
 
 def batch(prompt: bool = True) -> TrainBatch:
     return Batches(documents(prompt=prompt), batch_size=3, max_length=24, seed=0).batch(0)
-
-
-def repeated(model_batch: TrainBatch) -> Batches:
-    """Batches that are all the same rows."""
-
-    class Repeated(Batches):
-        def batch(self, step: int) -> TrainBatch:
-            return replace(model_batch, step=step)
-
-    return Repeated(documents(), batch_size=3, max_length=24, seed=0)
 
 
 def learner(name: str = "llama", loss: str | None = "fkl", **named: object) -> Distilled:

@@ -22,18 +22,14 @@ from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
 from outrider.proof.gate import in_float32
 from outrider.training.data.batches import Batches
-from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import train
 from outrider.training.loop.watch import Evaluation
 from outrider.trees.fixed import FixedTree, likeliest_topology
 from tests.world.forced import forced_guesses
 from tests.world.heads import HEADS, TRAINED
-from tests.world.learners import batch, documents, head_learner, moved, repeated
+from tests.world.learners import SETTINGS, batch, documents, head_learner, moved, repeated
 from tests.world.zoo import VOCAB, tiny
 
-SETTINGS = TrainSettings(
-    steps=12, batch_size=3, max_length=24, learning_rate=3e-3, warmup=2, save_every=6, watch_every=6, log_every=1
-)
 GAMMA = 3
 FEW = torch.arange(3, VOCAB, 2)
 

@@ -13,7 +13,7 @@ from outrider.drafters.protocol import Observed
 from outrider.drafters.steered import SteeredDrafter, SteeredPath
 from outrider.drafters.steering import CONFIG, Steering, SteeringConfig, usual_taps
 from outrider.engine.engine import Engine
-from outrider.learning.batch import Document, TrainBatch
+from outrider.learning.batch import TrainBatch
 from outrider.learning.divergences import divergence
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.taps import tapped
@@ -23,30 +23,14 @@ from outrider.lm.steered import SteeredLM, up_projections
 from outrider.lm.target_info import TargetInfo
 from outrider.training.data.batches import Batches
 from outrider.training.distill import Distilled
-from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import train
 from outrider.training.loop.watch import Evaluation
 from outrider.training.steer import Steered, sources, steered_learner
 from outrider.verifiers.block import BlockVerifier
+from tests.world.learners import SETTINGS, batch, documents, repeated
 from tests.world.parts import parts_of
 from tests.world.tokenizers import letters
 from tests.world.zoo import VOCAB, tiny
-
-SETTINGS = TrainSettings(
-    steps=12, batch_size=3, max_length=24, learning_rate=3e-3, warmup=2, save_every=6, watch_every=6, log_every=1
-)
-
-
-def documents(count: int = 9) -> list[Document]:
-    dice = np.random.default_rng(0)
-    return [
-        Document(tokens=dice.integers(3, VOCAB, size=size), start=int(size // 3))
-        for size in dice.integers(12, 20, size=count)
-    ]
-
-
-def batch(step: int = 0) -> TrainBatch:
-    return Batches(documents(), batch_size=3, max_length=24, seed=0).batch(step)
 
 
 def learner(
@@ -206,16 +190,6 @@ def test_a_frozen_draft_model_stays_and_its_steering_learns(tmp_path, rank, loss
     assert moved
     assert all(name.startswith("steering.") for name in moved)
     assert {"steering.inject.weight", "steering.gather.weight", "steering.norm.weight"} <= moved
-
-
-def repeated(given: TrainBatch) -> Batches:
-    """Batches that are all the same rows."""
-
-    class Repeated(Batches):
-        def batch(self, step: int) -> TrainBatch:
-            return replace(given, step=step)
-
-    return Repeated(documents(), batch_size=3, max_length=24, seed=0)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -13,7 +13,12 @@ from outrider.heads.objective import HeadContext, HeadObjective
 from outrider.learning.batch import Document, TrainBatch
 from outrider.learning.options import SIZE
 from outrider.training.data.batches import Batches
+from outrider.training.loop.settings import TrainSettings
 from tests.world.zoo import VOCAB
+
+SETTINGS = TrainSettings(
+    steps=12, batch_size=3, max_length=24, learning_rate=3e-3, warmup=2, save_every=6, watch_every=6, log_every=1
+)
 
 
 def head_learner(
