@@ -5,16 +5,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from outrider.core.types import Request, Running, Sampling
+from outrider.core.types import Request, Running
 from outrider.drafters.protocol import Drafter, Observed
 from outrider.engine.engine import Engine
-from outrider.lm.tabular import TabularLM, random_features, random_rows
+from outrider.lm.tabular import TabularLM, random_features
 from outrider.proof.runs import law_of_runs
+from tests.proof.test_head_law import ROWS, request, rows
 from tests.world.feature_tables import FeatureTable
 from tests.world.parts import parts_of
 
 BOUND = 1e-12
-TABLE = random_rows(2, seed=3)
 CELLS = (
     ("chain", "token", 2),
     ("chain", "block", 2),
@@ -27,21 +27,13 @@ CELLS = (
 
 def engine(tree: str, verifier: str, drafter: Drafter | None = None, *, gamma: int = 2, warm: bool = False) -> Engine:
     parts = parts_of(
-        TabularLM(TABLE, 2, feature=random_features(3, seed=4)),
+        TabularLM(ROWS, 2, feature=random_features(3, seed=4)),
         drafter or FeatureTable(vocab_size=2),
         tree=tree,
         verifier=verifier,
         length=gamma,
     )
     return Engine(parts, max_slots=2, keep_warm=warm)
-
-
-def request(*prompt: int, tokens: int = 4) -> Request:
-    return Request(id="", prompt=prompt, max_new_tokens=tokens, sampling=Sampling(seed=0))
-
-
-def rows(these: Sequence[Request]) -> list[Callable[[tuple[int, ...]], object]]:
-    return [lambda output, prompt=each.prompt: TABLE((*prompt, *output)) for each in these]
 
 
 @pytest.mark.parametrize(("tree", "verifier", "gamma"), CELLS)
