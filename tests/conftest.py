@@ -98,6 +98,13 @@ def clocked() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def fewer_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The law of the dice is tested with fewer draws, where a test is about something else."""
+    for name, count in (("PICKS", 2**11), ("THROWS", 2**9)):
+        monkeypatch.setattr(f"outrider.proof.draws.{name}", count)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Weights that a test draws are the same in every run and in any order."""

@@ -14,24 +14,15 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.cli.app import main
 from outrider.cli.prompts import read_file, read_prompts
 from outrider.core.types import InputError
 from outrider.drafters.model import ModelDrafter
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.lengths.costs import CostTable
 from outrider.plan import table
+from tests.cli.runs import run
 
 SHORT = ["--max-new-tokens", "8", "--temperature", "0"]
-
-
-def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of `outrider ...`."""
-    monkeypatch.setattr(sys, "argv", ["outrider", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    printed = capsys.readouterr()
-    return int(ended.value.code or 0), printed.out, printed.err
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,14 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from outrider.cli.app import main
+from tests.cli.runs import run
 from tests.world.models import llama
+
+pytestmark = pytest.mark.usefixtures("fewer_draws")
 
 
 @pytest.fixture(scope="module")
@@ -21,17 +22,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--target", str(place / "target"), "--drafter", f"model:path={place / 'draft'}", "--length", "fixed:3"]
 
 
-def prove(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
-    """Exit status, output and messages."""
-    monkeypatch.setattr(sys, "argv", ["outrider", "prove", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    printed = capsys.readouterr()
-    return int(ended.value.code or 0), printed.out, printed.err
-
-
 def test_samples_that_fit_come_with_their_degrees_of_freedom(capsys, monkeypatch, pair):
-    status, out, err = prove(capsys, monkeypatch, *pair, "--num-draws", "200", "--json")
+    status, out, err = run(monkeypatch, capsys, "prove", *pair, "--num-draws", "200", "--json")
     assert status == 0, err
     found = json.loads(out)
     samples = found["samples"]
@@ -43,7 +35,7 @@ def test_samples_that_fit_come_with_their_degrees_of_freedom(capsys, monkeypatch
 
 
 def test_people_read_the_degrees_of_freedom_too(capsys, monkeypatch, pair):
-    status, out, _ = prove(capsys, monkeypatch, *pair, "--num-draws", "100")
+    status, out, _ = run(monkeypatch, capsys, "prove", *pair, "--num-draws", "100")
     assert status == 0
     assert re.search(
         r"samples +holds +p = [01]\.\d+ over .* 100 outputs at temperature .* \(\d\d degrees of freedom\)", out
@@ -60,14 +52,14 @@ def test_people_read_the_degrees_of_freedom_too(capsys, monkeypatch, pair):
     ids=["no drafter", "cold"],
 )
 def test_a_test_that_can_see_little_is_inconclusive_and_fails_nothing(capsys, monkeypatch, pair, arguments, doubt):
-    status, out, _ = prove(capsys, monkeypatch, *pair, *arguments)
+    status, out, _ = run(monkeypatch, capsys, "prove", *pair, *arguments)
     assert status == 0
     assert "samples            inconclusive" in out
     assert doubt in out
 
 
 def test_programs_read_that_it_is_inconclusive_and_why(capsys, monkeypatch, pair):
-    status, out, _ = prove(capsys, monkeypatch, *pair, "--num-draws", "7", "--time-limit", "0.001", "--json")
+    status, out, _ = run(monkeypatch, capsys, "prove", *pair, "--num-draws", "7", "--time-limit", "0.001", "--json")
     found = json.loads(out)
     assert (status, found["proven"]) == (0, True)
     assert found["samples"]["verdict"] == "inconclusive"
@@ -76,7 +68,7 @@ def test_programs_read_that_it_is_inconclusive_and_why(capsys, monkeypatch, pair
 
 def test_a_lossy_rule_fails_in_its_law_and_in_its_samples(capsys, monkeypatch, pair):
     arguments = ["--verifier", "typical", "--allow-lossy", "--num-draws", "400"]
-    status, out, _ = prove(capsys, monkeypatch, *pair, *arguments, "--json")
+    status, out, _ = run(monkeypatch, capsys, "prove", *pair, *arguments, "--json")
     found = json.loads(out)
     assert status == 1
     assert not found["exact_law"]
@@ -84,7 +76,7 @@ def test_a_lossy_rule_fails_in_its_law_and_in_its_samples(capsys, monkeypatch, p
 
 
 def test_without_draws_there_is_no_test_of_samples(capsys, monkeypatch, pair):
-    status, out, _ = prove(capsys, monkeypatch, *pair, "--num-draws", "0", "--json")
+    status, out, _ = run(monkeypatch, capsys, "prove", *pair, "--num-draws", "0", "--json")
     assert status == 0
     found = json.loads(out)
     assert "samples" not in found
@@ -103,6 +95,6 @@ def test_without_draws_there_is_no_test_of_samples(capsys, monkeypatch, pair):
     ],
 )
 def test_what_cannot_be_drawn_is_refused(capsys, monkeypatch, pair, arguments, sentence):
-    status, out, err = prove(capsys, monkeypatch, *pair, *arguments)
+    status, out, err = run(monkeypatch, capsys, "prove", *pair, *arguments)
     assert (status, out) == (2, "")
     assert sentence in err

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 
@@ -29,25 +28,21 @@ from outrider.verifiers.protocol import Verifier
 from outrider.verifiers.token import TokenVerifier
 from outrider.verifiers.traits import KINDS
 from tests.clocks import made_up
+from tests.world.models import prompts
 from tests.world.parts import parts_of
 from tests.world.verifiers import judges_of, verifier
-from tests.world.zoo import ARCHITECTURES, VOCAB, tiny
+from tests.world.zoo import ARCHITECTURES, tiny
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 GREEDY = Sampling(temperature=0.0, seed=0)
 NUM_TOKENS = 28
 
 
-def prompts() -> list[list[int]]:
-    random = np.random.default_rng(0)
-    return [random.integers(3, VOCAB, size=n).tolist() for n in (13, 5, 21)]
-
-
 @cache
 def expected(name: str) -> list[list[int]]:
     """What transformers' own loop says after each prompt."""
     model, outputs = tiny(name), []
-    for prompt in prompts():
+    for prompt in prompts(13, 5, 21):
         ids = torch.tensor([prompt])
         said = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=None
@@ -117,7 +112,7 @@ def test_chains_give_what_generate_gives(name):
             length=length,
             experience=Experience(CostTable.of_formula(made_up)),
         )
-        made = Engine(parts, max_slots=3).generate(prompts(), max_new_tokens=NUM_TOKENS, sampling=GREEDY)
+        made = Engine(parts, max_slots=3).generate(prompts(13, 5, 21), max_new_tokens=NUM_TOKENS, sampling=GREEDY)
         assert [output.tokens for output in made] == outputs, label
         if drafter is None:
             assert sum(output.num_accepted_tokens for output in made) > 0, label
@@ -150,7 +145,7 @@ def test_every_tree_with_every_verifier_gives_what_generate_gives(name):
         length = FixedLength(num_speculative_tokens=3)
         parts = parts_of(target, drafter, tree=tree, verifier=together, length=length)
         engine = Engine(parts, max_slots=3)
-        made = engine.generate(prompts(), max_new_tokens=count, sampling=GREEDY)
+        made = engine.generate(prompts(13, 5, 21), max_new_tokens=count, sampling=GREEDY)
         engine.rest()
         assert [output.tokens for output in made] == outputs, label
         assert any(branches for branches, _ in together.seen), label

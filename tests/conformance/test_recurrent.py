@@ -20,6 +20,7 @@ from outrider.lm.open import as_lm
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.token import TokenVerifier
+from tests.world.models import prompts
 from tests.world.parts import parts_of
 from tests.world.recurrent_zoo import RECURRENT, tiny_recurrent
 from tests.world.zoo import VOCAB, tiny
@@ -30,11 +31,6 @@ DRAWN = Sampling(temperature=1.0, seed=0)
 ALIKE = ("lfm2_moe", "falcon_mamba", "olmo_hybrid", "zamba", "kimi_linear")
 """Models whose layers work as those of others here; they are beside their plain twins in tests/lm."""
 SOME = ["qwen3_5", "nemotron_h", "mamba", "recurrent_gemma"]
-
-
-def prompts() -> list[list[int]]:
-    random = np.random.default_rng(0)
-    return [random.integers(3, VOCAB, size=n).tolist() for n in (13, 5, 21)]
 
 
 def noisy(model: PreTrainedModel, noise: float = 0.02) -> PreTrainedModel:
@@ -70,8 +66,8 @@ def test_greedy_outputs_of_a_ragged_batch_are_the_models_own_though_drafts_are_r
     model = tiny_recurrent(name)
     for guesser, rule in (("model", BlockVerifier()), ("ngram", MatchVerifier())):
         busy = engine(model, drafter(guesser, noisy(tiny_recurrent(name))), rule)
-        made = busy.generate(prompts(), max_new_tokens=10, sampling=GREEDY)
-        for prompt, output in zip(prompts(), made, strict=True):
+        made = busy.generate(prompts(13, 5, 21), max_new_tokens=10, sampling=GREEDY)
+        for prompt, output in zip(prompts(13, 5, 21), made, strict=True):
             assert_greedy(model, output, prompt)
             assert len(output.tokens) == 10
         drafted = sum(output.num_draft_tokens for output in made)
@@ -87,8 +83,8 @@ def test_greedy_outputs_of_a_ragged_batch_are_the_models_own_though_drafts_are_r
 def test_kinds_of_target_and_draft_mix(target: str, draft: str) -> None:
     built = {n: tiny_recurrent(n) if n in RECURRENT else tiny(n) for n in (target, draft)}
     busy = engine(built[target], drafter("model", built[draft]))
-    made = busy.generate(prompts(), max_new_tokens=12, sampling=GREEDY)
-    for prompt, output in zip(prompts(), made, strict=True):
+    made = busy.generate(prompts(13, 5, 21), max_new_tokens=12, sampling=GREEDY)
+    for prompt, output in zip(prompts(13, 5, 21), made, strict=True):
         assert_greedy(built[target], output, prompt)
     assert sum(o.num_accepted_tokens for o in made) < sum(o.num_draft_tokens for o in made)
 
@@ -133,7 +129,7 @@ def test_requests_get_what_they_get_alone_beside_others_that_come_and_are_cancel
 def test_a_prompt_that_continues_or_leaves_the_last_text_is_as_in_a_cold_engine(name: str) -> None:
     model, draft = tiny_recurrent(name), noisy(tiny_recurrent(name))
     warm = engine(model, drafter("model", draft))
-    first = prompts()[0]
+    first = prompts(13, 5, 21)[0]
     [output] = warm.generate([first], max_new_tokens=9, sampling=DRAWN)
     cold = engine(model, drafter("model", draft))
     for second in ([*first, *output.tokens, 6, 7, 8], [*first[:6], 9, 9]):

@@ -108,12 +108,6 @@ def test_a_weight_of_zero_never_wins_and_one_hot_rows_give_their_token():
     assert set(dice([0], [0]).pick(p, draws([0] * 200, list(range(200)))).tolist()) == {7}
 
 
-@pytest.fixture
-def fewer_draws(monkeypatch):
-    monkeypatch.setattr("outrider.proof.draws.PICKS", 2**11)
-    monkeypatch.setattr("outrider.proof.draws.THROWS", 2**9)
-
-
 @pytest.mark.usefixtures("fewer_draws")
 def test_the_dice_keep_their_law_and_agree_as_often_as_it_says():
     found = dice_law(VOCAB, coupled_dice, shared=True)

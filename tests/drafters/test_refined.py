@@ -23,9 +23,10 @@ from outrider.trees.chain import ChainTree
 from outrider.trees.chained import is_chained
 from outrider.trees.grow import grow
 from tests.world.heads import head
-from tests.world.models import llama, target
+from tests.world.models import llama, prompts, target
 from tests.world.own_heads import rescored, with_paths
 from tests.world.parts import parts_of
+from tests.world.wrapped import Breaks, Wrapped
 from tests.world.zoo import VOCAB
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
@@ -55,11 +56,6 @@ def engine(kind: str, *, slots: int = 4, lm: LanguageModel | None = None, drafte
     return Engine(parts, max_slots=slots)
 
 
-def prompts(*sizes: int) -> list[list[int]]:
-    dice = np.random.default_rng(0)
-    return [dice.integers(3, VOCAB, size=size).tolist() for size in sizes]
-
-
 @pytest.mark.parametrize("kind", CELLS)
 def test_greedy_output_of_ragged_batches_is_that_of_plain_decoding(kind):
     busy, these = engine(kind), prompts(1, 9, 70, 2, 14, 5)
@@ -81,15 +77,10 @@ def drafts(busy: Engine, these: Sequence[Sequence[int]]) -> dict[tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Noted(Drafter):
+class Noted(Wrapped):
     """Notes what a drafter guesses, by the text before it and the depth of its draft."""
 
-    inner: Drafter
     found: dict[tuple[int, ...], object] = field(default_factory=dict)
-
-    def __getattribute__(self, name):
-        own = ("inner", "found", "begin", "__class__", "__dict__")
-        return object.__getattribute__(self, name) if name in own else getattr(self.inner, name)
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]):
         guess = self.inner.begin(states, depths)
@@ -131,23 +122,6 @@ def test_a_prompt_that_goes_on_from_another_is_drafted_from_where_they_part(kind
         text = [*[*prompt, *first.tokens][:shared], *more]
         same(drafts(busy, [text]), drafts(engine(kind), [text]))
     assert busy.num_reused_tokens > 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Breaks(Noted):
-    """Raises once, after the drafter has taken in what it was shown."""
-
-    left: list[int] = field(default_factory=lambda: [4])
-
-    def __getattribute__(self, name):
-        own = ("left", "observe")
-        return object.__getattribute__(self, name) if name in own else super().__getattribute__(name)
-
-    def observe(self, states: Sequence[Running], observed: Observed) -> None:
-        self.inner.observe(states, observed)
-        self.left[0] -= 1
-        if self.left[0] == 0:
-            raise RuntimeError("once")
 
 
 @pytest.mark.parametrize("kind", CELLS)

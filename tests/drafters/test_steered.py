@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,7 +11,7 @@ import outrider
 from outrider import catalog
 from outrider.core.types import InputError, Request, Running, Sampling
 from outrider.drafters.model import ModelDrafter
-from outrider.drafters.protocol import Drafter, Observed
+from outrider.drafters.protocol import Drafter
 from outrider.drafters.steered import SteeredDrafter, SteeredPath
 from outrider.drafters.steering import Steering, write_steering
 from outrider.drafters.traits import Traits
@@ -24,12 +23,12 @@ from outrider.lm.tabular import TABLE_FEATURES, TabularLM, random_features, rand
 from outrider.lm.target_info import TargetInfo
 from outrider.proof.rule import law_error
 from outrider.proof.runs import law_of_runs
-from tests.world.models import llama, target
+from tests.world.models import llama, prompts, target
 from tests.world.parts import parts_of
 from tests.world.steering import steered_drafter
 from tests.world.tables import tables
 from tests.world.verifiers import verifier
-from tests.world.zoo import VOCAB
+from tests.world.wrapped import Breaks, Wrapped
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 GREEDY = Sampling(temperature=0.0, seed=0)
@@ -53,21 +52,11 @@ def engine(
     return Engine(parts, max_slots=slots)
 
 
-def prompts(*sizes: int) -> list[list[int]]:
-    dice = np.random.default_rng(0)
-    return [dice.integers(3, VOCAB, size=size).tolist() for size in sizes]
-
-
 @dataclass(frozen=True, kw_only=True)
-class Recorded(Drafter):
+class Recorded(Wrapped):
     """Notes what a drafter guesses, by the text before the anchor and the number of the guess in the draft."""
 
-    inner: Drafter
     guesses: dict[tuple[int, ...], list[torch.Tensor]] = field(default_factory=dict)
-
-    def __getattribute__(self, name):
-        own = ("inner", "guesses", "begin", "chain", "__class__", "__dict__")
-        return object.__getattribute__(self, name) if name in own else getattr(self.inner, name)
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]):
         guess = self.inner.begin(states, depths)
@@ -203,23 +192,6 @@ def test_what_must_be_seen_again_is_one_position_at_most():
     for length in range(num_read + 1):
         assert max(0, length - 1) <= drafter.needs(warm.drafter_state, length) <= length
     assert drafter.needs(warm.drafter_state, num_read) == num_read
-
-
-@dataclass(frozen=True, kw_only=True)
-class Breaks(Recorded):
-    """Raises once, at a call of `observe`, after the drafter has taken in what it was shown."""
-
-    left: list[int] = field(default_factory=lambda: [4])
-
-    def __getattribute__(self, name):
-        own = ("left", "observe")
-        return object.__getattribute__(self, name) if name in own else super().__getattribute__(name)
-
-    def observe(self, states: Sequence[Running], observed: Observed) -> None:
-        self.inner.observe(states, observed)
-        self.left[0] -= 1
-        if self.left[0] == 0:
-            raise RuntimeError("once")
 
 
 def test_a_step_that_is_taken_back_changes_no_draw():

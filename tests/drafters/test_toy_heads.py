@@ -5,13 +5,12 @@ decoding says.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import pytest
 import torch
 
 from outrider import catalog
 from outrider.core.types import Running, Sampling, ShortList
-from outrider.drafters.protocol import Drafter, Observed
+from outrider.drafters.protocol import Drafter
 from outrider.drafters.traits import Traits
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
@@ -20,9 +19,10 @@ from outrider.lm.open import as_lm
 from outrider.lm.protocol import LM
 from outrider.lm.target_info import TargetInfo
 from tests.world.heads import HEADS, LAYERS, TOYS, head, toy
-from tests.world.models import target
+from tests.world.models import prompts, target
 from tests.world.parts import parts_of
 from tests.world.recurrent_zoo import tiny_recurrent
+from tests.world.wrapped import Breaks, Wrapped
 from tests.world.zoo import VOCAB
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
@@ -42,11 +42,6 @@ def engine(
     return Engine(parts, max_slots=slots)
 
 
-def prompts(*sizes: int) -> list[list[int]]:
-    dice = np.random.default_rng(0)
-    return [dice.integers(3, VOCAB, size=size).tolist() for size in sizes]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("tree", "verifier"), CELLS)
 def test_greedy_output_of_ragged_batches_is_that_of_plain_decoding(kind, tree, verifier):
@@ -61,15 +56,10 @@ def test_greedy_output_of_ragged_batches_is_that_of_plain_decoding(kind, tree, v
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded(Drafter):
+class Recorded(Wrapped):
     """Notes what a drafter guesses at the root, by the text before it."""
 
-    inner: Drafter
     guesses: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
-
-    def __getattribute__(self, name):
-        own = ("inner", "guesses", "begin", "__class__", "__dict__")
-        return object.__getattribute__(self, name) if name in own else getattr(self.inner, name)
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]):
         guess = self.inner.begin(states, depths)
@@ -131,23 +121,6 @@ def test_what_a_head_needs_to_see_again_is_one_position_per_layer_of_predictions
     digested = busy.parts.target.length(warm.slot)
     for length in range(digested + 1):
         assert length - LAYERS.get(kind, 1) <= drafter.needs(warm.drafter_state, length) <= length
-
-
-@dataclass(frozen=True, kw_only=True)
-class Breaks(Recorded):
-    """Raises once, at a call of `observe`, after the drafter has taken in what it was shown."""
-
-    left: list[int] = field(default_factory=lambda: [4])
-
-    def __getattribute__(self, name):
-        own = ("left", "observe")
-        return object.__getattribute__(self, name) if name in own else super().__getattribute__(name)
-
-    def observe(self, states: Sequence[Running], observed: Observed) -> None:
-        self.inner.observe(states, observed)
-        self.left[0] -= 1
-        if self.left[0] == 0:
-            raise RuntimeError("once")
 
 
 @pytest.mark.parametrize("kind", KINDS)

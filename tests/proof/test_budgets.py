@@ -15,6 +15,7 @@ from outrider.proof.pair import repeated
 from outrider.proof.statistics import sampled_law
 from tests.world.models import drafter_of, llama
 
+pytestmark = pytest.mark.usefixtures("fewer_draws")
 OVER = Deadline(at=0.0)
 """No time at all."""
 

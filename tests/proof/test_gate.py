@@ -25,6 +25,7 @@ from outrider.verifiers.block import BlockVerifier
 from tests.world.models import engine, llama
 from tests.world.parts import parts_of
 
+pytestmark = pytest.mark.usefixtures("fewer_draws")
 PROMPTS = [[1], [2, 3]]
 
 

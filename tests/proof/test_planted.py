@@ -37,6 +37,7 @@ from tests.world.models import engine, llama
 PROMPTS = [[1, 2, 1, 2], [1], [2, 3]]
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "prove.md"
 Plant = Callable[[pytest.MonkeyPatch], None]
+FEWER = pytest.mark.usefixtures("fewer_draws")
 
 
 def accepts_too_often(share: float) -> Plant:
@@ -286,6 +287,7 @@ def test_the_page_has_every_planted_fault_with_its_check():
     assert dict(rows) == {name: check for name, (_, check) in MUTANTS.items()}
 
 
+@FEWER
 def test_a_pair_with_a_planted_fault_is_not_proven(monkeypatch):
     made = pair()
     shifted_logits_of_blocks(monkeypatch)
@@ -298,6 +300,7 @@ def test_a_pair_with_a_planted_fault_is_not_proven(monkeypatch):
 TWICE = "it ended with RuntimeError: the random number of slot . for ACCEPT was used twice in one step"
 
 
+@FEWER
 @pytest.mark.parametrize(
     ("plant", "make", "check", "sentence"),
     [
@@ -316,6 +319,7 @@ def test_an_error_in_a_check_is_a_verdict(monkeypatch, plant, make, check, sente
     assert not found.holds
 
 
+@FEWER
 def test_what_cannot_be_checked_is_still_refused(monkeypatch):
     def refuse(parts):
         raise InputError("no")
@@ -332,6 +336,7 @@ def test_prompts_of_the_rows_take_over_slots_and_copies():
     assert compare_nodes(alone, PROMPTS, 2).num_reused == 0
 
 
+@FEWER
 def test_the_gate_prints_no_speedup_of_a_fault_that_greedy_texts_hide(monkeypatch, tmp_path):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     the_first_settings_for_all(monkeypatch)
@@ -339,6 +344,7 @@ def test_the_gate_prints_no_speedup_of_a_fault_that_greedy_texts_hide(monkeypatc
         gate(pair())
 
 
+@FEWER
 def test_an_error_in_a_check_of_the_gate_is_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     copies_that_fail(monkeypatch)

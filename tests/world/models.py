@@ -1,5 +1,6 @@
 """A tiny target and a shallower draft of the same weights, in float64, and engines over them without a tokenizer."""
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -47,6 +48,12 @@ def llama(num_layers: int = 2, context: int = CONTEXT) -> LlamaForCausalLM:
 def target(max_slots: int = 8, max_context: int | None = None) -> LanguageModel:
     """The target."""
     return LanguageModel(llama(), max_slots=max_slots, max_context=max_context)
+
+
+def prompts(*sizes: int) -> list[list[int]]:
+    """Random prompts of some lengths, the same ones at every call."""
+    random = np.random.default_rng(0)
+    return [random.integers(3, VOCAB, size=size).tolist() for size in sizes]
 
 
 def drafter_of(name: str, max_slots: int = 8, max_context: int | None = None) -> Drafter:
