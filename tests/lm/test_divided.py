@@ -27,10 +27,7 @@ from tests.world.learners import head_learner
 from tests.world.models import engine
 from tests.world.recurrent_zoo import tiny_recurrent
 
-
-@pytest.fixture(autouse=True)
-def float64_stays_float64() -> None:
-    """Here casts do what they say."""
+CASTS = True
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,7 @@ from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from tests.world.zoo import tiny
 
-
-@pytest.fixture(autouse=True)
-def float64_stays_float64() -> None:
-    """Here casts do what they say."""
+CASTS = True
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.15)])

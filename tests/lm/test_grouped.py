@@ -23,10 +23,7 @@ from tests.world.zoo import VOCAB, tiny
 WIDE = 40
 """Tokens of a chunk that needs no mask."""
 
-
-@pytest.fixture(autouse=True)
-def float64_stays_float64() -> None:
-    """Here casts do what they say."""
+CASTS = True
 
 
 @dataclass

@@ -26,10 +26,7 @@ needs_packing = pytest.mark.skipif(
     not packable(llama().to(torch.bfloat16)), reason="this machine has no kernels for packed bfloat16"
 )
 
-
-@pytest.fixture
-def float64_stays_float64() -> None:
-    """Not here: half precision is what is packed."""
+CASTS = True
 
 
 @pytest.fixture

@@ -15,10 +15,7 @@ pytestmark = pytest.mark.skipif(
     reason="this CPU has no kernels for bfloat16",
 )
 
-
-@pytest.fixture(autouse=True)
-def float64_stays_float64() -> None:
-    """Here casts do what they say."""
+CASTS = True
 
 
 def model(dtype: torch.dtype = torch.bfloat16, **more) -> LlamaForCausalLM:

@@ -15,10 +15,7 @@ from tests.world.zoo import scrambled, tiny
 
 GREEDY = outrider.Sampling(temperature=0.0, seed=0)
 
-
-@pytest.fixture(autouse=True)
-def float64_stays_float64() -> None:
-    """Here casts do what they say."""
+CASTS = True
 
 
 def everything(model: nn.Module) -> dict[str, list[int]]:

@@ -21,10 +21,7 @@ import outrider
 from outrider import InputError
 from tests.world.zoo import tiny
 
-
-@pytest.fixture(autouse=True)
-def float64_stays_float64() -> None:
-    """Here casts do what they say."""
+CASTS = True
 
 
 GREEDY = outrider.Sampling(temperature=0.0, seed=0)
