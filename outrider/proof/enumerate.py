@@ -20,6 +20,7 @@ from outrider.core.texts import Before
 from outrider.core.types import Ahead, Request, Running, Sampling, ShortList, Step
 from outrider.decoding.progress import begin, end, pending_tokens, prefill_chunk
 from outrider.decoding.protocol import Parts
+from outrider.lengths.protocol import BatchPolicy, LoadPolicy
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.budget import PREFILL_CHUNK
 from outrider.proof.noise import RaceNoise
@@ -327,30 +328,32 @@ def joint_law(
 ) -> list[Law]:
     """Enumerate some steps of a batch whose requests depend on each other. Returns the law of each request.
 
-    Every world begins with a copy of the parts' experience.
+    Every world begins with a copy of the parts' experience. Worlds of one request are walked as one batch, unless the
+    length policy chooses for a batch.
     """
     requests = [_request(prompt, sampling) for prompt in prompts]
     new = _Before(output=(), length=parts.length.open(), carried=None)
     emitted: list[dict[tuple[int, ...], float]] = [defaultdict(float) for _ in requests]
     accepted = [0.0] * len(requests)
+    size = 1 if len(requests) > 1 or isinstance(parts.length, BatchPolicy | LoadPolicy) else BATCH
     queue: list[dict[Key, int]] = [{}]
     while queue:
-        world = World(script=queue.pop())
+        worlds, queue = [World(script=script) for script in queue[:size]], queue[size:]
         fresh_parts = replace(parts, experience=parts.experience.copied())
-        states = [_resume(fresh_parts, request, new) for request in requests]
+        texts = [i for _ in worlds for i in range(len(requests))]
+        owners = [world for world in worlds for _ in requests]
+        states = [_resume(fresh_parts, requests[i], new) for i in texts]
         _prefill(fresh_parts, states)
-        counts = [0] * len(requests)
+        counts = [0] * len(states)
         for step in range(num_steps):
-            texts = range(len(requests))
-            dice = enumerating_dice(fresh_parts, states, [world] * len(requests), [(i, step) for i in texts], texts)
-            for i, taken in enumerate(fresh_parts.decoding.step(fresh_parts, states, dice=dice)):
-                counts[i] += taken.num_accepted_tokens
-        mass = world.probability
-        for i, state in enumerate(states):
+            dice = enumerating_dice(fresh_parts, states, owners, [(i, step) for i in texts], texts)
+            for k, taken in enumerate(fresh_parts.decoding.step(fresh_parts, states, dice=dice)):
+                counts[k] += taken.num_accepted_tokens
+        for state, world, i, count in zip(states, owners, texts, counts, strict=True):
             end(fresh_parts, state)
-            emitted[i][tuple(state.output)] += mass
-            accepted[i] += mass * counts[i]
-        queue += world.others
+            emitted[i][tuple(state.output)] += world.probability
+            accepted[i] += world.probability * count
+        queue += [script for world in worlds for script in world.others]
     return [
         Law(
             emitted=dict(masses),
