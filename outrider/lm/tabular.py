@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from types import MappingProxyType
 
 import numpy as np
@@ -36,6 +37,7 @@ def random_rows(vocab: int, seed: int, concentration: float = 1.0, context: int 
 def random_features(dim: int, seed: int) -> Row:
     """A vector for every prefix, drawn from the standard normal law, in float64."""
 
+    @cache
     def feature(prefix: tuple[int, ...]) -> Float[np.ndarray, " dim"]:
         return np.random.default_rng([seed, len(prefix), *prefix]).normal(size=dim)
 
@@ -89,7 +91,7 @@ class TabularLM:
         return len(self._committed[slot])
 
     def extend(self, segments: Sequence[Segment], taps: Sequence[int] = ()) -> Extension:
-        rows, prefixes = [], []
+        rows, prefixes, added = [], [], []
         for segment in segments:
             committed, pending = self._committed[segment.slot], self._pending[segment.slot]
             fresh = []
@@ -97,11 +99,12 @@ class TabularLM:
                 parent = len(pending) - 1 if segment.parents is None else int(segment.parents[i])
                 pending.append((*(pending[parent] if parent >= 0 else committed), token))
                 fresh.append(pending[-1])
-            rows += [self._row(fresh[i]) for i in segment.wanted]
+            wanted = segment.wanted
+            rows += [self._row(fresh[i]) for i in wanted]
             prefixes += fresh
-        stacked = torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, self.vocab_size, dtype=torch.float64)
-        wanting = [s for s in segments if s.num_wanted]
-        added = [s.features[s.wanted.start : s.wanted.stop] for s in wanting if s.features is not None]
+            if segment.features is not None and wanted:
+                added.append(segment.features[wanted.start : wanted.stop])
+        stacked = torch.from_numpy(np.array(rows)) if rows else torch.zeros(0, self.vocab_size, dtype=torch.float64)
         logits = stacked.log() + torch.cat(added) if added else stacked.log()
         return Extension(logits=logits, taps=self._taps(prefixes, taps))
 
