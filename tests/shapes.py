@@ -44,10 +44,14 @@ def checked(given: Checked) -> Checked:
         return given
     if not any(map(_has_axes, given.__annotations__.values())):
         return given
-    if "<locals>" in given.__qualname__:
-        # It is made at every call of the function around it, so calls of all that are made count together.
-        counts = _COUNTS.setdefault(given.__code__, _Count())
-        return _in_one_call(_again(given)) if counts.more() else given
+    if "<locals>" not in given.__qualname__:
+        return _first_calls(given, lambda: beartype(given, conf=CONFIGURATION))
+    # It is made at every call of the function around it, so that all that are made count together.
+    return _first_calls(given, lambda: _again(given)) if _COUNTS.setdefault(given.__code__, _Count()).more() else given
+
+
+def _first_calls(given: FunctionType, strictly: Callable[[], Callable[..., object]]) -> Callable[..., object]:
+    """A function whose first calls in each test are checked by what `strictly` makes of it, when it is first called."""
     counts, strict = _Count(), list[Callable[..., object]]()
 
     @functools.wraps(given)
@@ -55,8 +59,7 @@ def checked(given: Checked) -> Checked:
         if not counts.more():
             return given(*args, **named)
         if not strict:
-            # Most functions that are imported are not called in one run of tests.
-            strict.append(_in_one_call(beartype(given, conf=CONFIGURATION)))
+            strict.append(_in_one_call(strictly()))
         return strict[0](*args, **named)
 
     return first_calls
