@@ -18,15 +18,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import outrider
-from outrider import catalog
 from outrider.cli.prepare import prepare
 from outrider.core.types import InputError, Request
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
 from outrider.host.meanwhile import hand_over_by
-from outrider.lengths.fixed import FixedLength
 from outrider.lm.choice import at_hand
 from outrider.lm.forwards.compilable import GATHERED, CompilableModel, returning
 from outrider.lm.forwards.constants import MappedConstants
@@ -40,6 +36,7 @@ from outrider.proof.runs import law_of_runs, plain_rows
 from outrider.setup import Setup
 from tests.host.test_mapped import resident
 from tests.world.heads import toy
+from tests.world.parts import parts_of
 
 CASES = {
     "a chain": ([[3, 1, 4]], [[5, 9, 2, 6]], None),
@@ -126,14 +123,7 @@ def heads(model: LlamaForCausalLM) -> dict[str, object]:
             target = LanguageModel(model, max_slots=3)
             drafter = toy(kind, TargetInfo.of(target, None), compile=compile)
             for tree, verifier in (("chain", "block"), ("dynamic:width=2,num_nodes=6", "match")):
-                parts = Parts(
-                    target=target,
-                    drafter=drafter,
-                    tree=catalog.make("tree", tree),
-                    verifier=catalog.make("verifier", verifier),
-                    length=FixedLength(num_speculative_tokens=3),
-                    decoding=StepDecoding(),
-                )
+                parts = parts_of(target, drafter, tree=tree, verifier=verifier)
                 engine = Engine(parts, max_slots=3)
                 made = engine.generate(prompts, max_new_tokens=24, sampling=outrider.Sampling(temperature=0))
                 engine.rest()
@@ -379,7 +369,7 @@ def prepared(model: LlamaForCausalLM) -> dict[str, object]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    """Print what all checks find."""
     model = llama(1)
     plain, compiled = LanguageModel(model, max_slots=3), LanguageModel(model, max_slots=3, forward="compiled")
     found: dict[str, object] = {}
@@ -414,7 +404,3 @@ def main() -> None:
     found["kept"] = kept(model)
     found["prepared"] = prepared(model)
     print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,32 +1,27 @@
 """Compiled forwards say what plain ones say, for chains and trees, alone and in batches, and are kept on disk."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.lm import compiled_checks
+from tests.world.forked import printed
 
 
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler")
 def test_compiled_forwards_say_what_plain_ones_say_and_their_libraries_are_kept(tmp_path):
-    command = [sys.executable, "-m", "tests.lm.compiled_checks"]
-    root = Path(__file__).parent.parent.parent
-    around = os.environ | {"OUTRIDER_CACHE": str(tmp_path)}
-    done = subprocess.run(command, cwd=root, env=around, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    status, out, err = printed(compiled_checks.main, OUTRIDER_CACHE=str(tmp_path))
+    assert status == 0, err[-3000:]
+    found = json.loads(out.splitlines()[-1])
     for name in ("without taps", "with taps"):
         differences = found[f"differences {name}"]
         assert set(differences) == set(compiled_checks.CASES)
         assert max(differences.values()) < 1e-5, differences
         assert found[f"all forwards {name} are compiled"]
     assert all(found["unprepared"].values()), found["unprepared"]
-    assert done.stderr.count("no library computes the forward of llama and outputs hidden states 0, 1") == 1
+    assert err.count("no library computes the forward of llama and outputs hidden states 0, 1") == 1
     assert found["wide"]["some"]
     assert max(found["wide"]["differences"].values()) < 1e-5
     if sys.platform == "linux":
@@ -60,5 +55,5 @@ def test_compiled_forwards_say_what_plain_ones_say_and_their_libraries_are_kept(
     assert found["prepared"].pop("measured")[:1] == ["compiled"]
     assert all(found["prepared"].values()), found["prepared"]
     # Each library is made once, and that is said: without taps, with taps, and for each kind of a head's forwards.
-    assert done.stderr.count("compiling the forward of llama") == 2
-    assert done.stderr.count("compiling the forward of ToyModule") == 3
+    assert err.count("compiling the forward of llama") == 2
+    assert err.count("compiling the forward of ToyModule") == 3
