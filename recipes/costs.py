@@ -63,10 +63,10 @@ class Part:
     """What is measured.
 
     Attributes:
-        ways: Who does it; the others are compared with the first.
+        ways: Who does it.
         jobs: What is done.
         run: Figures of a way at a job, of a fresh process.
-        goals: The most of a figure, over the first way's.
+        goals: The most of a figure of Outrider, over the bare one.
     """
 
     name: str
@@ -117,18 +117,22 @@ def parts_of_start(way: str, threads: int) -> Row:
 
 
 def summarise(rows: Sequence[Row], part: Part) -> list[dict[str, Any]]:
-    """An entry for each job, way and figure: its value, and how it compares with the first way's of the same round."""
-    runs = {(row["job"], row["way"], row["round"]): row["figures"] for row in rows}
-    rounds, bare = sorted({row["round"] for row in rows}), part.ways[0].name
+    """An entry for each job and figure: every way's value, and how Outrider's compares with the bare one's."""
     found = []
-    for job, way in ((job.name, way.name) for job in part.jobs for way in part.ways):
-        for figure in runs[job, way, rounds[0]]:
-            own = [runs[job, way, k][figure] for k in rounds]
-            entry = {"part": part.name, "job": job, "way": way, "figure": figure, "value": extremes(own)}
-            first = [runs[job, bare, k].get(figure) for k in rounds]
-            if way != bare and all(first):
-                entry["more"] = extremes([ours - theirs for ours, theirs in zip(own, first, strict=True)])
-                entry["ratio"] = extremes([ours / theirs for ours, theirs in zip(own, first, strict=True)])
+    for job in part.jobs:
+        own = [row for row in rows if row["job"] == job.name]
+        for figure in dict.fromkeys(figure for row in own for figure in row["figures"]):
+            having = [row for row in own if figure in row["figures"]]
+            runs = {
+                way.name: {row["round"]: row["figures"][figure] for row in having if row["way"] == way.name}
+                for way in part.ways
+            }
+            entry: dict[str, Any] = {"part": part.name, "job": job.name, "figure": figure}
+            entry["values"] = {way: extremes(list(each.values())) for way, each in runs.items() if each}
+            if runs[OURS] and runs[BARE] and all(runs[BARE].values()):
+                pairs = [(ours, runs[BARE][k]) for k, ours in runs[OURS].items()]
+                entry["more"] = extremes([ours - theirs for ours, theirs in pairs])
+                entry["ratio"] = extremes([ours / theirs for ours, theirs in pairs])
             found.append(entry)
     return found
 
@@ -137,16 +141,15 @@ def findings(entries: Sequence[Mapping[str, Any]], parts: Sequence[Part], rounds
     """A table for each part."""
     tables, missed = [], []
     for part in parts:
-        own = [entry for entry in entries if entry["part"] == part.name]
         lines = []
-        for entry in own:
-            goal, ratio = part.goals.get(entry["figure"]), entry.get("ratio")
+        for entry in (entry for entry in entries if entry["part"] == part.name):
+            values, goal, ratio = entry["values"], part.goals.get(entry["figure"]), entry.get("ratio")
+            cells = [values[way.name].text(".4g") if way.name in values else "-" for way in part.ways]
             compared = [entry[name].text(".3g") if name in entry else "-" for name in ("more", "ratio")]
-            cells = [entry[name] for name in ("job", "figure", "way")]
-            lines.append([*cells, entry["value"].text(".4g"), *compared, goal if goal and ratio else ""])
+            lines.append([entry["job"], entry["figure"], *cells, *compared, goal or ""])
             if goal is not None and ratio is not None and ratio.value > goal:
                 missed.append(f"{entry['figure']} of {part.name}, {entry['job']}: {ratio.value:.2f}")
-        head = ("", "figure", "way", "value", f"more than {BARE}", "ratio", "goal")
+        head = ("", "figure", *(way.name for way in part.ways), f"more than {BARE}", "ratio", "goal")
         tables.append(Table(title=part.title, head=head, lines=lines))
     text = (
         f"Fresh processes in turns: median [lowest, highest] of {rounds}; differences and ratios within a round. "
@@ -155,9 +158,11 @@ def findings(entries: Sequence[Mapping[str, Any]], parts: Sequence[Part], rounds
     return Findings(tables=tables, text=text, summary={"entries": [_plain(entry) for entry in entries]})
 
 
-def _plain(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(value: Any) -> Any:
     """An entry for JSON."""
-    return {name: asdict(value) if isinstance(value, IntervalEstimate) else value for name, value in entry.items()}
+    if isinstance(value, IntervalEstimate):
+        return asdict(value)
+    return {name: _plain(each) for name, each in value.items()} if isinstance(value, Mapping) else value
 
 
 @dataclass(frozen=True, kw_only=True)
