@@ -16,14 +16,14 @@ from outrider.engine.requests import nth
 from outrider.engine.text import Ending
 from outrider.serve.api.errors import ClientGone, openai_error, served
 from outrider.serve.api.gateway import Gateway
-from outrider.serve.api.request import ClientRequest, RequestPrompt
+from outrider.serve.api.request import AnswerFormat, ClientRequest, RequestPrompt
 from outrider.serve.api.sse import DONE, KEEP_ALIVE, EventStream, Form, event, gone, json_response
 from outrider.serve.api.usage import metrics_of, usage_of
 from outrider.serve.errors import LEFT
 from outrider.serve.ids import request_id
 from outrider.serve.observe.record import RequestRecord
 from outrider.serve.run.outputs import Delta, OutputStream, merged
-from outrider.serve.run.parser import OutputReader, PlainReader
+from outrider.serve.run.parser import PlainReader
 from outrider.serve.run.task import OutputTask
 from outrider.serve.run.thinking import BehindThinking
 from outrider.serve.run.ticket import Ticket
@@ -123,20 +123,27 @@ class Call:
             traces.add(self.http.headers, record)
 
 
+@dataclass
 class Writer:
-    """Makes the bytes of an answer of the deltas of a call. One class for each format.
+    """Makes the bytes of an answer of the deltas of a call. One class for each format. Changes in place.
 
     Attributes:
         pulse: What a stream sends when nothing else comes.
     """
 
     pulse = KEEP_ALIVE
+    call: Call
+    _forms: list[Form] = field(default_factory=list)
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.gateway = call.gateway
-        self.format = call.request.format
-        self._forms: list[Form] = []
+    @property
+    def gateway(self) -> Gateway:
+        """What all routes share."""
+        return self.call.gateway
+
+    @property
+    def format(self) -> AnswerFormat:
+        """What the answer says besides its text."""
+        return self.call.request.format
 
     def begin(self) -> list[bytes]:
         """The events before all deltas."""
@@ -255,7 +262,9 @@ def outputs_of(gateway: Gateway, request: ClientRequest, id: str, owner: str | N
     Args:
         owner: The key that the request came with.
     """
-    service, outputs = gateway.service, list[OutputStream]()
+    service, parser, tools, outputs = gateway.service, gateway.parser, request.tools, list[OutputStream]()
+    reads = request.chat and (bool(tools.forced) or parser.template is not None)
+    forced = tools.forced[0].function.name if tools.named else bool(tools.forced) or None
     for place, prompt in enumerate(request.prompts):
         room = service.max_context - len(prompt.tokens)
         most = room if request.most_tokens is None else min(request.most_tokens, room)
@@ -273,7 +282,7 @@ def outputs_of(gateway: Gateway, request: ClientRequest, id: str, owner: str | N
                 owner=owner,
                 deadline=request.came + service.limits.request_timeout,
             )
-            reader = reader_of(gateway, request, prompt)
+            reader = parser.reader(prompt.tokens, tools.listed, forced) if reads else None
             outputs.append(
                 OutputStream(
                     index=len(outputs),
@@ -285,15 +294,6 @@ def outputs_of(gateway: Gateway, request: ClientRequest, id: str, owner: str | N
                 )
             )
     return outputs
-
-
-def reader_of(gateway: Gateway, request: ClientRequest, prompt: RequestPrompt) -> OutputReader | None:
-    """What tells reasoning, content and calls apart; None where all text is content."""
-    tools = request.tools
-    if not request.chat or not (tools.forced or gateway.parser.template is not None):
-        return None
-    forced = tools.forced[0].function.name if tools.named else bool(tools.forced) or None
-    return gateway.parser.reader(prompt.tokens, tools.listed, forced)
 
 
 def behind_thinking(gateway: Gateway, inner: Constraint, ends: frozenset[int], prompt: RequestPrompt) -> Constraint:

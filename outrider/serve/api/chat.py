@@ -1,7 +1,7 @@
 """POST /v1/chat/completions."""
 
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from fastapi import APIRouter
@@ -92,13 +92,11 @@ class _Message:
         return message
 
 
+@dataclass
 class ChatWriter(Writer):
     """Writes a chat completion, or its chunks."""
 
-    @cached_property
-    def _messages(self) -> list[_Message]:
-        """The messages of an answer that comes at once."""
-        return [_Message() for _ in self.call.outputs]
+    _messages: defaultdict[int, _Message] = field(default_factory=lambda: defaultdict(_Message))
 
     def begin(self) -> list[bytes]:
         """Nothing; the form of events of content is made, where nothing but text and token ids differs in them."""
@@ -145,7 +143,8 @@ class ChatWriter(Writer):
     def whole(self) -> dict[str, Any]:
         """The answer at once."""
         outputs, choices = self.call.outputs, []
-        for output, message in zip(outputs, self._messages, strict=True):
+        for output in outputs:
+            message = self._messages[output.index]
             fields = {"message": message.json(reasoning=self.format.reasoning)}
             choice = self._choice(output, fields, message.logprobs, ended=True)
             if self._shows_ids:

@@ -1,8 +1,9 @@
 """POST /v1/completions."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -87,18 +88,13 @@ class _Part:
         )
 
 
+@dataclass
 class CompletionWriter(Writer):
     """Writes a completion, or its chunks."""
 
-    @cached_property
-    def _deltas(self) -> list[list[Delta]]:
-        """The deltas of each output of an answer that comes at once."""
-        return [[] for _ in self.call.outputs]
-
-    @cached_property
-    def _offsets(self) -> dict[int, Offsets]:
-        """Where the tokens of each output begin, if log-probabilities are asked for."""
-        return {}
+    _deltas: defaultdict[int, list[Delta]] = field(default_factory=lambda: defaultdict(list))
+    # Where the tokens of each output begin, if log-probabilities are asked for.
+    _offsets: dict[int, Offsets] = field(default_factory=dict)
 
     @cached_property
     def _echoes(self) -> list[str]:
@@ -146,7 +142,7 @@ class CompletionWriter(Writer):
         """The answer at once."""
         outputs = self.call.outputs
         self._offsets.clear()
-        parts = [self._echoed(*each) for each in zip(outputs, self._deltas, strict=True)]
+        parts = [self._echoed(output, self._deltas[output.index]) for output in outputs]
         choices = [
             self._choice(output, part, begins=True, ended=True) for output, part in zip(outputs, parts, strict=True)
         ]

@@ -3,9 +3,10 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.serve.api.call import Call, Writer
+from outrider.serve.api.call import Writer
 from outrider.serve.api.errors import anthropic_error, served
 from outrider.serve.api.sse import event
 from outrider.serve.api.usage import TokenUsage, metrics_of, usage_of, usage_so_far
@@ -15,16 +16,15 @@ from outrider.serve.run.parser import Piece
 Event = dict[str, Any]
 
 
+@dataclass
 class MessageWriter(Writer):
     """Writes a message, or its events."""
 
     pulse = event({"type": "ping"}, "ping")
 
-    def __init__(self, call: Call) -> None:
-        super().__init__(call)
-        self._content: list[dict[str, Any]] = []
-        self._is_open = False
-        self._arguments = ""
+    _content: list[dict[str, Any]] = field(default_factory=list)
+    _is_open: bool = False
+    _arguments: str = ""
 
     def add(self, delta: Delta) -> list[bytes]:
         """The events of a delta, in one write; the first ones say how long the prompt is."""

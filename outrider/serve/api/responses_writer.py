@@ -1,9 +1,10 @@
 """The answer of /v1/responses: deltas become output items and their events."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.serve.api.call import Call, Writer
+from outrider.serve.api.call import Writer
 from outrider.serve.api.errors import served
 from outrider.serve.api.responses_body import ResponsesRequest
 from outrider.serve.api.sse import event
@@ -16,19 +17,18 @@ Event = dict[str, Any]
 Fields = dict[str, Any]
 
 
+@dataclass
 class ResponseWriter(Writer):
     """Writes a response, or its events.
 
-    Args:
+    Attributes:
         body: The request, which the response quotes.
     """
 
-    def __init__(self, call: Call, body: ResponsesRequest) -> None:
-        super().__init__(call)
-        self._body = body
-        self._output: list[Fields] = []
-        self._closed = True
-        self._sent = 0
+    body: ResponsesRequest = field(kw_only=True)
+    _output: list[Fields] = field(default_factory=list)
+    _closed: bool = True
+    _sent: int = 0
 
     def begin(self) -> list[bytes]:
         """The first events."""
@@ -68,7 +68,7 @@ class ResponseWriter(Writer):
 
     def _response(self, status: str) -> Fields:
         """The response as it is now."""
-        body = self._body
+        body = self.body
         return {
             "id": f"resp_{self.call.id}",
             "object": "response",

@@ -66,7 +66,7 @@ class Ticket:
             self._read = True
             raise update
         self._read = update.output is not None
-        self._unsent -= _size(update)
+        self._unsent -= OVERHEAD + len(update.text.encode())
         if self._unsent <= self._limits.unsent_bytes:
             self._slow_since = None
         return update
@@ -85,7 +85,7 @@ class Ticket:
             self._over = True
         else:
             self._over = update.output is not None
-            self._unsent += _size(update)
+            self._unsent += OVERHEAD + len(update.text.encode())
             if not self._over and self._is_slow():
                 self.cancel()
                 self.put(SlowClient())
@@ -100,7 +100,3 @@ class Ticket:
         if self._slow_since is None:
             self._slow_since = now
         return now - self._slow_since > self._limits.slow_client_seconds
-
-
-def _size(update: Update) -> int:
-    return OVERHEAD + len(update.text.encode())

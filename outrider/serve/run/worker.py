@@ -37,7 +37,7 @@ class _Message:
     """What the engine's thread is asked to do, and who hears the error if the thread has ended."""
 
     do: Callable[[], None]
-    refuse: Callable[[ServeError], None] = lambda error: None
+    refuse: Callable[[ServeError], None]
 
 
 class Worker:
@@ -87,29 +87,34 @@ class Worker:
 
     def add(self, tickets: Sequence[Ticket]) -> None:
         """Queue some requests."""
-        self._post(_Message(do=partial(self._begin, tickets), refuse=partial(self._refuse, tickets)))
+        self._post(partial(self._begin, tickets), partial(self._refuse, tickets))
 
     def cancel(self, id: str) -> None:
         """End a request; nothing happens where it has ended."""
-        self._post(_Message(do=partial(self._cancel, id)))
+        self._post(partial(self._cancel, id))
 
     def call(self, function: Callable[[], Any]) -> "Future[Any]":
         """Call a function between two steps, in the thread of the engine."""
         future: Future[Any] = Future()
-        self._post(_Message(do=partial(self._call, function, future), refuse=future.set_exception))
+        self._post(partial(self._call, function, future), future.set_exception)
         return future
 
     def stop(self, error: ServeError) -> None:
         """End the thread. Requests that still run are cancelled and get this error."""
-        self._post(_Message(do=partial(self._stop, error)))
+        self._post(partial(self._stop, error))
 
     def join(self) -> None:
         """Wait until the thread has ended."""
         if self._thread.ident is not None:
             self._thread.join()
 
-    def _post(self, message: _Message) -> None:
-        self._intake.put(message)
+    def _post(self, do: Callable[[], None], refuse: Callable[[ServeError], None] = lambda error: None) -> None:
+        """Leave a message for the thread.
+
+        Args:
+            refuse: Called instead with the error of the thread's end, if it has ended.
+        """
+        self._intake.put(_Message(do=do, refuse=refuse))
         if self._ended_by is not None:
             self._refuse_messages()
 
