@@ -95,8 +95,8 @@ def option(default: Any = MISSING, *, default_factory: Callable[[], Any] | None 
         ...
         outrider.core.inputs.InputError: temperature must be >= 0 (0 means greedy), got -1
     """
-    made = {"default": default} if default_factory is None else {"default_factory": default_factory}
-    return dataclasses.field(**made, metadata={KEY: Bounds(**bounds)})
+    defaults = {"default": default} if default_factory is None else {"default_factory": default_factory}
+    return dataclasses.field(**defaults, metadata={KEY: Bounds(**bounds)})
 
 
 @functools.cache

@@ -43,9 +43,9 @@ class HeadOptions(CheckedOptions):
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
         """The options by name. Raises InputError if one is among them that the head on disk fixes."""
-        made = cls(**options)
-        made._refuse(options)
-        return made
+        chosen = cls(**options)
+        chosen._refuse(options)
+        return chosen
 
     def check(self) -> None:
         """Raise InputError if an option was given that the head on disk fixes."""
