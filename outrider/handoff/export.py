@@ -97,7 +97,7 @@ def handed_over(order: ExportRequest, source: Source, plan: PlanFile | None) -> 
     if lengths and not any(lengths.values()):
         raise InputError(f"the plan {order.plan} advises not to speculate with {source.name}; leave out --plan")
     planned = next((length for length in lengths.values() if length), None)
-    first_steps = None if order.to == "transformers" else source.first_steps
+    first_steps = None if source.head is None or order.to == "transformers" else source.head.first_steps
     length = order.num_speculative_tokens or planned or source.most or first_steps or DEPTH
     if source.most is not None and length > source.most:
         raise InputError(
@@ -140,11 +140,11 @@ def _filled(order: ExportRequest, source: Source, handed: Handed, plan: PlanFile
     engine = engine_of(order, source, folder, handed) if order.measure else None
     record = expected(order, handed, engine)
     losses = [*KNOWN[order.to].losses(handed), *(plan.costs() if plan else predicted(order, handed, engine))]
-    if handed.first_steps is not None:
+    if source.head is not None and handed.first_steps is not None:
         losses.append(
-            f"{KNOWN[order.to].title} runs the first of {source.num_specialists} specialists alone, as a head of the "
-            f"kind {handed.method}. It learnt {handed.first_steps} draft step{'s' * (handed.first_steps > 1)}; longer "
-            "drafts work, and their later tokens are accepted less."
+            f"{KNOWN[order.to].title} runs the first of {source.head.num_specialists} specialists alone, as a head of "
+            f"the kind {handed.method}. It learnt {handed.first_steps} draft step{'s' * (handed.first_steps > 1)}; "
+            "longer drafts work, and their later tokens are accepted less."
         )
     losses += [f"{name} of the drafter has no counterpart there." for name in source.unused]
     command = list(KNOWN[order.to].launch(handed))

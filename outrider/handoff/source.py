@@ -89,16 +89,6 @@ class Source:
         return depth if slots is None else slots + 1
 
     @property
-    def num_specialists(self) -> int:
-        """How many specialists share the draft steps of the head (PosS); 1 of other drafters."""
-        return 1 + len(getattr(self.head, "specialists", ()))
-
-    @property
-    def first_steps(self) -> int | None:
-        """How many draft steps the first specialist has learnt, which other engines run alone; None without others."""
-        return int(getattr(self.head, "stride", 1)) if self.num_specialists > 1 else None
-
-    @property
     def same_vocabulary(self) -> bool:
         """Whether the draft model has as many tokens as the target; true of heads."""
         return self.draft is None or logit_width(self.draft) == logit_width(self.target)

@@ -21,9 +21,9 @@ from transformers import PreTrainedConfig
 
 from outrider.core.types import Frontier, Guess, InputError, Running
 from outrider.drafters.protocol import Drafter, Rows
+from outrider.heads.dflash import ASSISTANTS
 from outrider.heads.dflash import SPEC as DFLASH
 from outrider.heads.head import Head, TrainedHead
-from outrider.heads.parts.block_formats import ASSISTANTS
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.last_state import LastState, LastStateDrafter
 from outrider.lm.hf.assistant import open_assistant

@@ -22,7 +22,7 @@ from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.exports import Exports
 from outrider.drafters.model import ModelDrafter, ModelPath
 from outrider.drafters.protocol import Observed, Rows
-from outrider.heads.head import TrainedHead
+from outrider.heads.head import HeadFiles, TrainedHead
 from outrider.heads.objective import HeadContext
 from outrider.heads.parts.backoff import FILE, BackoffModel, read_backoff, write_backoff
 from outrider.heads.parts.best_paths import BestPaths, best_paths
@@ -169,7 +169,7 @@ class BlockwiseHeads(StateHeads):
     def logits(self, hidden: Float[Tensor, "*batch hidden"], number: int) -> Float[Tensor, "*batch vocab"]:
         return self.embedding_and_head.logits(hidden)[..., : self.config.vocab_size]
 
-    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> HeadFiles:
         """Their sizes, and the tensors `heads.{i}.up` and `heads.{i}.down`, weights and biases."""
         config = {
             "architectures": ["BlockwiseHeads"],

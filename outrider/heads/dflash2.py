@@ -4,28 +4,36 @@ each position by the token before it.
 z-lab 2026, https://github.com/z-lab/dflash
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from outrider.core.inputs import InputError
 from outrider.drafters.exports import Exports
-from outrider.heads.dflash import DFlashHead
+from outrider.heads.dflash import LATER, DFlashHead
 from outrider.heads.dspark import BlockCorrection, DSparkDrafter
-from outrider.heads.parts.block_formats import BlockConfig, Method
+from outrider.heads.parts.block_config import BlockConfig, CheckpointHints
+from outrider.heads.parts.block_layouts import architecture_of, inner_of, kind_of, merged
 from outrider.heads.spec import HeadSpec
-from outrider.heads.trunks.blocks import BlockLayer, BlockObjective, BlockOptions, LossOfRows, TrainedBlocks
+from outrider.heads.trunks.blocks import (
+    BlockLayer,
+    BlockObjective,
+    BlockOptions,
+    FusedBlockHead,
+    LossOfRows,
+    TrainedBlocks,
+)
 from outrider.learning.batch import TrainBatch
 from outrider.learning.options import loss, size
-from outrider.lm.head import KVCache
-from outrider.lm.hf.checkpoint import MOST_COUNT, factor, nested
+from outrider.lm.hf.checkpoint import MOST_COUNT, factor
 from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
+from outrider.lm.slots.head_inputs import HeadInputs
 
 STD = 0.02
 """Spread of the new selector's codes of the tokens before."""
@@ -135,15 +143,11 @@ class ConvolvedLayer(BlockLayer):
         self.mlp_conv = BlockConvolution(width, extra, config.block_size)
 
     def forward(
-        self,
-        states: Float[Tensor, "rows width hidden"],
-        rotary: Float[Tensor, "2 rows width dim"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-        cache: KVCache,
+        self, states: Float[Tensor, "rows width hidden"], rotary: Float[Tensor, "2 rows width dim"], inputs: HeadInputs
     ) -> Float[Tensor, "rows width hidden"]:
         normed = self.input_layernorm(states)
         kernels = self.attention_conv.kernels(normed)
-        mixed = self.self_attn(self.attention_conv(normed, kernels, 0), rotary, mask, cache)
+        mixed = self.self_attn(self.attention_conv(normed, kernels, 0), rotary, inputs)
         states = states + self.attention_conv(mixed, kernels, 1)
         normed = self.post_attention_layernorm(states)
         kernels = self.mlp_conv.kernels(normed)
@@ -183,7 +187,7 @@ class CandidateSelector(nn.Module):
         return torch.full_like(base, -torch.inf).scatter(-1, top.indices, top.values + pairs.to(base.dtype))
 
 
-class DFlash2Head(DFlashHead):
+class DFlash2Head(FusedBlockHead):
     r"""A DFlash head with convolutions in its layers. Its guess after $a$ has the logits
     $S_k(a, b) = U_k(b) + \langle A[a] \cdot H h_k, B[b] \rangle$ for the likeliest b of $U_k$, and for no others.
 
@@ -193,8 +197,9 @@ class DFlash2Head(DFlashHead):
         https://github.com/z-lab/dflash
     """
 
-    method: ClassVar[Method] = "dflash2"
-    own_keys: ClassVar[Collection[str]] = (
+    name: ClassVar[str] = "dflash2"
+    architectures: ClassVar[Sequence[str]] = ("DFlash2DraftModel", "Qwen3DFlash2DraftModel")
+    keys: ClassVar[Collection[str]] = (
         *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
         *("output_multiplier", "final_logit_softcapping"),
     )
@@ -223,22 +228,31 @@ class DFlash2Head(DFlashHead):
         return {"extra": extra}
 
     @classmethod
-    def with_extra(cls, config: BlockConfig, raw_config: Mapping[str, Any], path: str) -> BlockConfig:
-        merged = {**raw_config, **nested(raw_config, "dflash_config", path)}
-        capped = merged.get("final_logit_softcapping") is not None
-        extra = DFlash2Sizes(
-            taps=size_in(merged, "conv_kernel_size", path, most=MOST_COUNT),
-            group=size_in(merged, "conv_group_size", path),
-            rank=size_in(merged, "selector_rank", path),
-            top_k=size_in(merged, "selector_top_k", path),
-            multiplier=factor(merged, "output_multiplier", path),
-            cap=factor(merged, "final_logit_softcapping", path) if capped else None,
-        )
-        return replace(config, extra=extra)
+    def published(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
+        """As of all heads. Some files have the architecture of DFlash, and a selector."""
+        if super().published(config, names):
+            return True
+        plain = kind_of(config) is None and architecture_of(config) in DFlashHead.architectures
+        return plain and any(inner_of(config).get(key) is not None for key in LATER)
 
-    def own_record(self) -> dict[str, Any]:
+    @classmethod
+    def read_config(cls, config: Mapping[str, Any], path: str, hints: CheckpointHints) -> BlockConfig:
+        keys = merged(config)
+        capped = keys.get("final_logit_softcapping") is not None
+        extra = DFlash2Sizes(
+            taps=size_in(keys, "conv_kernel_size", path, most=MOST_COUNT),
+            group=size_in(keys, "conv_group_size", path),
+            rank=size_in(keys, "selector_rank", path),
+            top_k=size_in(keys, "selector_top_k", path),
+            multiplier=factor(keys, "output_multiplier", path),
+            cap=factor(keys, "final_logit_softcapping", path) if capped else None,
+        )
+        return replace(super().read_config(config, path, hints), extra=extra)
+
+    def written_inner(self) -> dict[str, Any]:
         extra = self.extra
         return {
+            **super().written_inner(),
             "conv_kernel_size": extra.taps,
             "conv_group_size": extra.group,
             "selector_rank": extra.rank,

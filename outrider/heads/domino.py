@@ -3,7 +3,7 @@ r"""Domino: DFlash with a recurrent layer over the tokens drafted so far, which 
 Domino 2026, https://arxiv.org/abs/2605.29707
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -11,15 +11,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from outrider.core.inputs import InputError
 from outrider.drafters.exports import Exports
-from outrider.heads.dflash import DFlashHead
 from outrider.heads.dspark import BlockCorrection, DSparkDrafter
-from outrider.heads.parts.block_formats import BlockConfig, Method
+from outrider.heads.parts.block_config import BlockConfig, CheckpointHints
+from outrider.heads.parts.block_layouts import merged, read_truth
 from outrider.heads.spec import HeadSpec
-from outrider.heads.trunks.blocks import BlockObjective, BlockOptions, LossOfRows, TrainedBlocks
+from outrider.heads.trunks.blocks import BlockObjective, BlockOptions, FusedBlockHead, LossOfRows, TrainedBlocks
 from outrider.learning.batch import TrainBatch
 from outrider.learning.options import loss, size
-from outrider.lm.hf.checkpoint import nested
 from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
@@ -87,7 +87,7 @@ class PrefixGRU(nn.Module):
         return (1 - kept) * candidate + kept * state
 
 
-class DominoHead(DFlashHead):
+class DominoHead(FusedBlockHead):
     r"""A DFlash head whose guess number n has the logits $U_n + W_2\,\mathrm{SiLU}(W_1 [h_n; s_n])$.
 
     $s_n$ is the state of a recurrent layer that has read the embeddings of the anchor and of the draft tokens before
@@ -97,8 +97,10 @@ class DominoHead(DFlashHead):
         Domino 2026. https://arxiv.org/abs/2605.29707
     """
 
-    method: ClassVar[Method] = "domino"
-    own_keys: ClassVar[Collection[str]] = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
+    name: ClassVar[str] = "domino"
+    architectures: ClassVar[Sequence[str]] = ("DominoDraftModel",)
+    projectors: ClassVar[Collection[str]] = ("domino", "causal_v5")
+    keys: ClassVar[Collection[str]] = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label")
 
     def __init__(self, config: BlockConfig, embedding_and_head: EmbeddingAndHead, vocab_size: int) -> None:
         width = config.layers.hidden_size
@@ -123,18 +125,27 @@ class DominoHead(DFlashHead):
         return {"from_anchor": options.shift_label, "unused_positions": int(options.shift_label), "extra": extra}
 
     @classmethod
-    def with_extra(cls, config: BlockConfig, raw_config: Mapping[str, Any], path: str) -> BlockConfig:
-        merged = {**raw_config, **nested(raw_config, "dflash_config", path)}
+    def read_config(cls, config: Mapping[str, Any], path: str, hints: CheckpointHints) -> BlockConfig:
+        keys = merged(config)
         extra = DominoSizes(
-            state=size_in(merged, "gru_hidden_dim", path),
-            inner=size_in(merged, "emb_dim", path),
-            pure=size_in(merged, "pure_draft_prefix_len", path, least=0),
+            state=size_in(keys, "gru_hidden_dim", path),
+            inner=size_in(keys, "emb_dim", path),
+            pure=size_in(keys, "pure_draft_prefix_len", path, least=0),
         )
-        return replace(config, extra=extra)
+        shifted = read_truth(keys, "shift_label", path)
+        shifted = hints.shift_label if shifted is None else shifted
+        if shifted is None:
+            raise InputError(
+                f"config.json of {path} does not say shift_label, and published Domino heads differ in it; ask who "
+                "trained the head, and say shift_label=true (position k of a block guesses the token k + 1 behind the "
+                "anchor) or shift_label=false behind the path"
+            )
+        sizes = super().read_config(config, path, hints)
+        return replace(sizes, from_anchor=shifted, unused_positions=int(shifted), extra=extra)
 
-    def own_record(self) -> dict[str, Any]:
+    def written_inner(self) -> dict[str, Any]:
         return {
-            "projector_type": "domino",
+            "projector_type": self.name,
             "gru_hidden_dim": self.extra.state,
             "emb_dim": self.extra.inner,
             "pure_draft_prefix_len": self.extra.pure,

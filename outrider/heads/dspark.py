@@ -3,9 +3,10 @@ r"""DSpark: DFlash with a small sequential head, which corrects each guess by th
 DeepSeek 2026, https://arxiv.org/abs/2607.05147
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, cast, runtime_checkable
+from reprlib import repr as short
+from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,15 +17,34 @@ from outrider.core.inputs import InputError, unknown
 from outrider.core.types import Frontier, Guess, Running
 from outrider.drafters.exports import Exports
 from outrider.drafters.protocol import Rows
-from outrider.heads.dflash import DFlashHead
-from outrider.heads.parts.block_formats import BlockConfig, Method
+from outrider.heads.head import HeadFiles
+from outrider.heads.parts.block_config import BlockConfig, CheckpointHints
+from outrider.heads.parts.block_layouts import merged, words_on_causality
 from outrider.heads.spec import HeadSpec
-from outrider.heads.trunks.blocks import BlockDrafter, BlockObjective, BlockOptions, BlockState, TrainedBlocks
+from outrider.heads.trunks.blocks import (
+    CONFIDENCE,
+    UNUSED,
+    BlockDrafter,
+    BlockObjective,
+    BlockOptions,
+    BlockState,
+    FusedBlockHead,
+    TrainedBlocks,
+)
 from outrider.learning.options import size
 from outrider.lm.head import HeadLM
+from outrider.lm.hf.checkpoint import TargetShape
+from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.slots.batch import upload
 from outrider.trees.chained import Follow
+
+DEEPSPEC = "Qwen3DSparkModel"
+"""The architecture of the heads of DeepSpec. Other files have the name too, and lack keys that its class needs."""
+OF_DEEPSPEC = {"num_anchors", "enable_confidence_head", "target_layer_ids"}
+"""These keys."""
+VANILLA = "vanilla"
+"""The one sequential head that vLLM and llama.cpp have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +62,22 @@ class DSparkOptions(BlockOptions):
     markov: str = size("vanilla")
     markov_rank: int = size(256)
     confidence: bool = size(True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkSizes:
+    """What the config of a DSpark head says alone.
+
+    Attributes:
+        markov: The kind of its sequential head.
+        markov_rank: The width of that.
+        confidence: What its confidence head reads beside the trunk's output: `markov`, the tokens before as the
+            sequential head does, or `trunk`, nothing; None: it has none.
+    """
+
+    markov: str = VANILLA
+    markov_rank: int = 256
+    confidence: Literal["markov", "trunk"] | None = None
 
 
 @runtime_checkable
@@ -199,7 +235,7 @@ class ConfidenceHead(nn.Module):
         return logits[..., 0]
 
 
-class DSparkHead(DFlashHead):
+class DSparkHead(FusedBlockHead):
     r"""A DFlash head whose guess after $y$ has the logits $U_k + W_2 e(y)$, with $U_k$ those of the trunk.
 
     So a guess depends on the tokens of the block before it, and the guesses of a block have a joint law.
@@ -208,22 +244,76 @@ class DSparkHead(DFlashHead):
         DeepSeek 2026. https://arxiv.org/abs/2607.05147
     """
 
-    method: ClassVar[Method] = "dspark"
+    name: ClassVar[str] = "dspark"
+    architectures: ClassVar[Sequence[str]] = (DEEPSPEC,)
+    speculators: ClassVar[str | None] = "DSparkSpeculator"
+    speculators_for: ClassVar[Collection[str]] = ("vllm", "llama.cpp")
+    projectors: ClassVar[Collection[str]] = ("dspark",)
+    unused: ClassVar[Collection[str]] = UNUSED
+    anchor_guesses: ClassVar[bool | None] = None
 
     def __init__(self, config: BlockConfig, embedding_and_head: EmbeddingAndHead, vocab_size: int) -> None:
-        super().__init__(config, embedding_and_head, vocab_size)
-        if config.markov_rank < 1:
-            raise InputError(f"markov_rank must be >= 1, got {config.markov_rank}; without it the head is dflash")
-        if config.markov not in KINDS:
-            raise unknown("sequential head", config.markov, KINDS)
-        outputs = config.num_outputs or config.layers.vocab_size
-        self.markov_head = KINDS[config.markov](
-            config.layers.vocab_size, outputs, config.markov_rank, config.layers.hidden_size
-        )
+        self.extra: DSparkSizes = config.extra or DSparkSizes()
+        super().__init__(replace(config, extra=self.extra), embedding_and_head, vocab_size)
+        kind, rank = self.extra.markov, self.extra.markov_rank
+        if rank < 1:
+            raise InputError(f"markov_rank must be >= 1, got {rank}; without it the head is dflash")
+        if kind not in KINDS:
+            raise unknown("sequential head", kind, KINDS)
+        width, outputs = config.layers.hidden_size, config.num_outputs or config.layers.vocab_size
+        self.markov_head = KINDS[kind](config.layers.vocab_size, outputs, rank, width)
         self.confidence_head: ConfidenceHead | None = None
-        if config.confidence is not None:
-            rank = config.markov_rank if config.confidence == "markov" else 0
-            self.confidence_head = ConfidenceHead(config.layers.hidden_size, rank)
+        if self.extra.confidence is not None:
+            self.confidence_head = ConfidenceHead(width, rank if self.extra.confidence == "markov" else 0)
+
+    @classmethod
+    def read_config(cls, config: Mapping[str, Any], path: str, hints: CheckpointHints) -> BlockConfig:
+        if DEEPSPEC in (config.get("architectures") or ()) and config.keys() >= OF_DEEPSPEC:
+            # The class of these files has one answer to two questions that other files leave open.
+            known: dict[str, Any] = {} if words_on_causality(config) else {"is_causal": False}
+            config = {"sample_from_anchor": True, **config, **known}
+        keys = merged(config)
+        markov = keys.get("markov_head_type", VANILLA)
+        if not isinstance(markov, str):
+            raise InputError(f"markov_head_type in config.json of {path} must be a name, got {short(markov)}")
+        extra = DSparkSizes(markov=markov, markov_rank=size_in(keys, "markov_rank", path, default=256, least=0))
+        return replace(super().read_config(config, path, hints), extra=extra)
+
+    @classmethod
+    def rename(cls, tensors: Mapping[str, Tensor], config: BlockConfig) -> dict[str, Tensor]:
+        named, (weight, bias) = super().rename(tensors, config), CONFIDENCE
+        if weight in named and bias not in named:
+            named[bias] = named[weight].new_zeros(1)
+        return named
+
+    @classmethod
+    def sized(cls, config: BlockConfig, tensors: Mapping[str, Tensor]) -> BlockConfig:
+        """What the confidence head reads is seen by the width of its weight."""
+        weight, reads = tensors.get(CONFIDENCE[0]), cast("Literal['markov', 'trunk'] | None", None)
+        if weight is not None:
+            reads = "trunk" if weight.shape[-1] == config.layers.hidden_size else "markov"
+        return replace(super().sized(config, tensors), extra=replace(config.extra, confidence=reads))
+
+    def written_keys(self) -> dict[str, Any]:
+        extra = self.extra
+        return {
+            "markov_rank": extra.markov_rank,
+            "markov_head_type": extra.markov,
+            "enable_confidence_head": extra.confidence is not None,
+            "confidence_head_with_markov": extra.confidence == "markov",
+        }
+
+    def written_inner(self) -> dict[str, Any]:
+        return {**super().written_inner(), "projector_type": self.name}
+
+    def exported(self, engine: str, target: TargetShape, dtype: torch.dtype, name: str) -> HeadFiles:
+        """As of all heads. Two engines have one sequential head alone."""
+        if self.extra.markov != VANILLA and engine in ("vllm", "llama.cpp"):
+            raise InputError(
+                f"{engine} reads DSpark heads with the sequential head {VANILLA!r}, and this one is "
+                f"{self.extra.markov!r}; train one: outrider train dspark --markov {VANILLA}"
+            )
+        return super().exported(engine, target, dtype, name)
 
     @property
     def sequential(self) -> BlockCorrection:
@@ -232,12 +322,9 @@ class DSparkHead(DFlashHead):
 
     @classmethod
     def sizes(cls, options: DSparkOptions) -> dict[str, Any]:
-        return {
-            "from_anchor": True,
-            "markov": options.markov,
-            "markov_rank": options.markov_rank,
-            "confidence": "markov" if options.confidence else None,
-        }
+        reads: Any = "markov" if options.confidence else None
+        extra = DSparkSizes(markov=options.markov, markov_rank=options.markov_rank, confidence=reads)
+        return {"from_anchor": True, "extra": extra}
 
     def draw(self) -> None:
         super().draw()
@@ -254,7 +341,7 @@ class DSparkHead(DFlashHead):
         return torch.cat(parts, -1)
 
     def logits_given_previous(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch vocab"]:
-        size, rank = self.config.layers.hidden_size, self.config.markov_rank
+        size, rank = self.config.layers.hidden_size, self.extra.markov_rank
         logits, added = self.logits(inner[..., :size]), self.markov_head(inner[..., size : size + rank])
         width = min(logits.shape[-1], added.shape[-1])
         return logits[..., :width] + added[..., :width]
@@ -262,7 +349,7 @@ class DSparkHead(DFlashHead):
     def confidence(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch"] | None:
         if self.confidence_head is None:
             return None
-        size, rank = self.config.layers.hidden_size, self.config.markov_rank
+        size, rank = self.config.layers.hidden_size, self.extra.markov_rank
         logits: Tensor = self.confidence_head(inner[..., :size], inner[..., size + rank :])
         return logits
 

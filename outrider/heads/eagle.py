@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 from transformers import PreTrainedConfig
@@ -14,7 +14,7 @@ from outrider.core.types import InputError
 from outrider.drafters.exports import Exports
 from outrider.drafters.token_map import check_listed, checked_ids, read_token_map
 from outrider.heads.doubt import Doubt
-from outrider.heads.head import TrainedHead
+from outrider.heads.head import HeadFiles, TrainedHead
 from outrider.heads.objective import HeadContext, LearntPositions
 from outrider.heads.parts.layer_config import (
     LEFT_OUT,
@@ -29,9 +29,9 @@ from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.features import FeatureDrafter, FeatureHead, FeatureObjective, FeatureOptions
 from outrider.learning.batch import TrainBatch
 from outrider.learning.options import loss, size
-from outrider.lm.head import KVCache
 from outrider.lm.hf.checkpoint import KIND, TARGET, Checkpoint, TargetShape, build_module, nested
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
+from outrider.lm.slots.head_inputs import HeadInputs
 from outrider.lm.target_info import TargetInfo
 
 ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
@@ -201,7 +201,7 @@ class EagleHead(FeatureHead):
         biased = any(name.endswith("bias") for name, _ in self.fc.named_parameters())
         return {"architectures": [ARCHITECTURES[0]], "bias": biased}
 
-    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> HeadFiles:
         """As its authors write it, with the architecture's name of vLLM."""
         config = {
             **described(self.config),
@@ -212,12 +212,8 @@ class EagleHead(FeatureHead):
         }
         return config, self.state_dict()
 
-    def exported(
-        self, engine: str, target: TargetShape, dtype: torch.dtype, name: str
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """vLLM's form has no bias behind the fusion, and SGLang's has one. They run the first specialist alone."""
-        if self.specialists:
-            return self.first_specialist().exported(engine, target, dtype, name)
+    def exported(self, engine: str, target: TargetShape, dtype: torch.dtype, name: str) -> HeadFiles:
+        """vLLM's form has no bias behind the fusion, and SGLang's has one."""
         config, tensors = self.record(target, dtype, name)
         biased = "fc.bias" in tensors
         if engine == "vllm" and biased:
@@ -256,37 +252,23 @@ class EagleHead(FeatureHead):
         weight = next(self.layers.parameters())
         return self.embedding_and_head.norm(states).to(weight.device, weight.dtype)
 
-    def forward(
-        self,
-        tokens: Int[Tensor, "rows width"],
-        features: Float[Tensor, "rows width dim"],
-        positions: Int[Tensor, "rows width"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-        cache: KVCache,
-    ) -> Float[Tensor, "rows width hidden"]:
-        hidden = self._fused(tokens, features)
-        rotary = self.rotary(hidden, positions)
+    def forward(self, inputs: HeadInputs) -> Float[Tensor, "rows width hidden"]:
+        hidden = self._fused(inputs)
+        rotary = self.rotary(hidden, inputs.positions)
         for layer in self.layers:
-            hidden = layer(hidden, rotary, mask, cache)
+            hidden = layer(hidden, rotary, inputs)
         return hidden
 
-    def prefill(
-        self,
-        tokens: Int[Tensor, "rows width"],
-        features: Float[Tensor, "rows width dim"],
-        positions: Int[Tensor, "rows width"],
-        cache: KVCache,
-    ) -> None:
-        hidden, layer = self._fused(tokens, features), cast(DecoderLayer, self.layers[0])
-        layer.self_attn.keep(layer.input_layernorm(hidden), self.rotary(hidden, positions), cache)
+    def prefill(self, inputs: HeadInputs) -> None:
+        hidden, layer = self._fused(inputs), cast(DecoderLayer, self.layers[0])
+        layer.self_attn.keep(layer.input_layernorm(hidden), self.rotary(hidden, inputs.positions), inputs.cache)
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch width"]:
         return self.target_logits(hidden)[..., : self.vocab_size]
 
-    def _fused(
-        self, tokens: Int[Tensor, "rows width"], features: Float[Tensor, "rows width dim"]
-    ) -> Float[Tensor, "rows width dim"]:
-        fused: Tensor = self.fc(torch.cat([self.embed(tokens, features), features], -1))
+    def _fused(self, inputs: HeadInputs) -> Float[Tensor, "rows width dim"]:
+        features = inputs.needed_features
+        fused: Tensor = self.fc(torch.cat([self.embed(inputs.tokens, features), features], -1))
         return fused
 
 

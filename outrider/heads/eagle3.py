@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from outrider.core.types import InputError
 from outrider.drafters.exports import Exports
 from outrider.heads.doubt import Doubt, other_taps
-from outrider.heads.head import TrainedHead
+from outrider.heads.head import HeadFiles, TrainedHead
 from outrider.heads.objective import HeadContext
 from outrider.heads.parts.layer_config import (
     LEFT_OUT,
@@ -26,10 +26,10 @@ from outrider.heads.parts.layers import DecoderLayer, norm_of
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.features import FeatureDrafter, FeatureHead, FeatureObjective, FeatureOptions
 from outrider.learning.options import loss, size
-from outrider.lm.head import KVCache
 from outrider.lm.hf.checkpoint import KIND, TARGET, Checkpoint, TargetShape, build_module, nested, whole_numbers
 from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
+from outrider.lm.slots.head_inputs import HeadInputs
 from outrider.lm.target_info import TargetInfo
 
 SPECULATORS = "eagle3"
@@ -167,16 +167,12 @@ class FusedLayer(DecoderLayer):
         self.norm_before_residual = norm_before_residual
 
     def fused(
-        self,
-        embedded: Float[Tensor, "rows width hidden"],
-        features: Float[Tensor, "rows width hidden"],
-        rotary: Float[Tensor, "2 rows width dim"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-        cache: KVCache,
+        self, embeds: Float[Tensor, "rows width hidden"], rotary: Float[Tensor, "2 rows width dim"], inputs: HeadInputs
     ) -> Float[Tensor, "rows width hidden"]:
         """The layer's output."""
+        features = inputs.needed_features
         residual = self.hidden_norm(features) if self.norm_before_residual else features
-        hidden: Tensor = residual + self.self_attn(self.pair(embedded, features), rotary, mask, cache)
+        hidden: Tensor = residual + self.self_attn(self.pair(embeds, features), rotary, inputs)
         return hidden + cast(Tensor, self.mlp(self.post_attention_layernorm(hidden)))
 
     def pair(
@@ -250,7 +246,7 @@ class Eagle3Head(FeatureHead):
     def reads(self, num_layers: int) -> tuple[int, ...]:
         return self.sizes.taps
 
-    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> HeadFiles:
         """In the layout of speculators, as vLLM loads it."""
         sizes = self.sizes
         proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
@@ -272,16 +268,8 @@ class Eagle3Head(FeatureHead):
         }
         return config, self.state_dict() if self.ids is None else self.with_list(self.ids, target.vocab_size)
 
-    def engine_names(self, of_kind: Exports) -> Exports:
-        """A head of PosS on this trunk is an EAGLE-3 head elsewhere; its kind is named by the other trunk."""
-        return replace(of_kind, vllm="eagle3", sglang="EAGLE3") if self.specialists else of_kind
-
-    def exported(
-        self, engine: str, target: TargetShape, dtype: torch.dtype, name: str
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """vLLM reads the layout of speculators, and others that of the authors. They run the first specialist alone."""
-        if self.specialists:
-            return self.first_specialist().exported(engine, target, dtype, name)
+    def exported(self, engine: str, target: TargetShape, dtype: torch.dtype, name: str) -> HeadFiles:
+        """vLLM reads the layout of speculators, and others that of the authors."""
         if engine == "vllm":
             return self.record(target, dtype, name)
         sizes = self.sizes
@@ -307,7 +295,7 @@ class Eagle3Head(FeatureHead):
             config["eagle_config"][TAPS] = [tap - 1 for tap in sizes.taps]
         return config, {_of_authors(name): tensor for name, tensor in tensors.items()}
 
-    def native(self, target: TargetShape, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def native(self, target: TargetShape, dtype: torch.dtype) -> HeadFiles:
         """The config of the authors' layout, and the tensors under our names, with the list of tokens."""
         sizes = self.sizes
         config = {
@@ -383,31 +371,18 @@ class Eagle3Head(FeatureHead):
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         return cast(Tensor, self.fc(self.input_norm(states)))
 
-    def forward(
-        self,
-        tokens: Int[Tensor, "rows width"],
-        features: Float[Tensor, "rows width dim"],
-        positions: Int[Tensor, "rows width"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-        cache: KVCache,
-    ) -> Float[Tensor, "rows width hidden"]:
-        rotary = self.rotary(features, positions)
-        first = cast(FusedLayer, self.layers[0])
-        hidden = first.fused(self.embed(tokens, features), features, rotary, mask, cache)
+    def forward(self, inputs: HeadInputs) -> Float[Tensor, "rows width hidden"]:
+        features, first = inputs.needed_features, cast(FusedLayer, self.layers[0])
+        rotary = self.rotary(features, inputs.positions)
+        hidden = first.fused(self.embed(inputs.tokens, features), rotary, inputs)
         for layer in self.layers[1:]:
-            hidden = layer(hidden, rotary, mask, cache)
+            hidden = layer(hidden, rotary, inputs)
         return hidden
 
-    def prefill(
-        self,
-        tokens: Int[Tensor, "rows width"],
-        features: Float[Tensor, "rows width dim"],
-        positions: Int[Tensor, "rows width"],
-        cache: KVCache,
-    ) -> None:
-        first = cast(FusedLayer, self.layers[0])
-        both = first.pair(self.embed(tokens, features), features)
-        first.self_attn.keep(both, self.rotary(features, positions), cache)
+    def prefill(self, inputs: HeadInputs) -> None:
+        features, first = inputs.needed_features, cast(FusedLayer, self.layers[0])
+        both = first.pair(self.embed(inputs.tokens, features), features)
+        first.self_attn.keep(both, self.rotary(features, inputs.positions), inputs.cache)
 
     def next_feature(self, head_output: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
         return self.norm(head_output) if self.sizes.norm_output else head_output

@@ -23,8 +23,8 @@ from outrider.heads.trunks.features import FeatureDrafter
 from outrider.learning.batch import TrainBatch
 from outrider.learning.divergences import Divergence, among_likeliest
 from outrider.learning.options import loss
-from outrider.lm.head import KVCache
 from outrider.lm.hf.checkpoint import KIND
+from outrider.lm.slots.head_inputs import HeadInputs
 
 NAME = "griffin"
 
@@ -93,13 +93,9 @@ class TokenEnhancedLayer(DecoderLayer):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, 2 * config.hidden_size)
 
     def forward(
-        self,
-        hidden: Float[Tensor, "rows width hidden"],
-        rotary: Float[Tensor, "2 rows width dim"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-        cache: KVCache,
+        self, hidden: Float[Tensor, "rows width hidden"], rotary: Float[Tensor, "2 rows width dim"], inputs: HeadInputs
     ) -> Float[Tensor, "rows width both"]:
-        hidden = hidden + self.self_attn(hidden, rotary, mask, cache)
+        hidden = hidden + self.self_attn(hidden, rotary, inputs)
         return torch.cat([hidden, hidden], -1) + self.mlp(self.post_attention_layernorm(hidden))
 
 

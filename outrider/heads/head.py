@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from outrider.heads.objective import HeadContext
 
 
+HeadFiles = tuple[dict[str, Any], dict[str, Tensor]]
+"""A config file, and tensors by name."""
+
+
 class Head(nn.Module):
     """The mathematics of a head. Drafting and training use the same module.
 
@@ -52,11 +56,21 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
+    @property
+    def num_specialists(self) -> int:
+        """How many parts share the draft steps, of which other engines run the first one alone; by default 1."""
+        return 1
+
+    @property
+    def first_steps(self) -> int | None:
+        """How many draft steps the first of several specialists has learnt; None without others."""
+        return None
+
     def reads(self, num_layers: int) -> tuple[int, ...]:
         """The hidden states of a target that the head reads, in order; by default the last one."""
         return (num_layers,)
 
-    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> HeadFiles:
         """The config and the tensors that are written.
 
         Args:
@@ -66,9 +80,7 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
-    def exported(
-        self, engine: str, target: TargetShape, dtype: torch.dtype, name: str
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def exported(self, engine: str, target: TargetShape, dtype: torch.dtype, name: str) -> HeadFiles:
         """The config and the tensors that another engine reads; by default those that are written here.
 
         Args:

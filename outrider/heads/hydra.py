@@ -7,7 +7,7 @@ from reprlib import repr as short
 from typing import Any, ClassVar, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PreTrainedConfig
@@ -22,12 +22,13 @@ from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.last_state import LastStateHead, randomise
 from outrider.heads.trunks.sequential import SequentialDrafter, SequentialHead, SequentialState
 from outrider.lm.forwards.compilable import ForwardKind
-from outrider.lm.head import HeadLM, KVCache
+from outrider.lm.head import HeadLM
 from outrider.lm.hf.checkpoint import Checkpoint, build_module, size
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.hf.open import open_config
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.batch import upload
+from outrider.lm.slots.head_inputs import HeadInputs
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.lm.target_info import TargetInfo
 
@@ -211,16 +212,10 @@ class PrefixLayer(nn.Module):
         layers = layer_config(open_config(place).get_text_config().to_dict(), place)
         return build_module(lambda: cls(layers, qkv_bias_of(prefix_tensors)), prefix_tensors, path)
 
-    def forward(
-        self,
-        tokens: Int[Tensor, "rows width"],
-        features: Float[Tensor, "rows width dim"],
-        positions: Int[Tensor, "rows width"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-        cache: KVCache,
-    ) -> Float[Tensor, "rows width hidden"]:
+    def forward(self, inputs: HeadInputs) -> Float[Tensor, "rows width hidden"]:
         """What the heads read at each position."""
-        hidden: Tensor = self.layers[0](features, self.rotary(features, positions), mask, cache)
+        features = inputs.needed_features
+        hidden: Tensor = self.layers[0](features, self.rotary(features, inputs.positions), inputs)
         return self.norm(hidden)
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch one"]:

@@ -17,17 +17,17 @@ from transformers import PreTrainedConfig
 from outrider.core.types import Frontier, Guess, InputError, Running
 from outrider.drafters.exports import Exports
 from outrider.heads.eagle import EagleHead, EagleObjective, EagleTrunkOptions, TrainedEagle
-from outrider.heads.head import TrainedHead
+from outrider.heads.head import HeadFiles, TrainedHead
 from outrider.heads.objective import LearntPositions
 from outrider.heads.parts.layers import DecoderLayer, GatedMLP
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.features import FeatureDrafter, FeatureState
 from outrider.learning.batch import TrainBatch
 from outrider.learning.options import loss, size
-from outrider.lm.head import KVCache
 from outrider.lm.hf.checkpoint import KIND, Checkpoint, TargetShape
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.slots.chain import chain
+from outrider.lm.slots.head_inputs import HeadInputs
 from outrider.lm.tabular import TabularFusion
 from outrider.lm.target_info import TargetInfo
 from outrider.trees.chained import Follow
@@ -83,13 +83,9 @@ class ExpertLayer(DecoderLayer):
         self.mlp = Experts(config.hidden_size, expert_size)
 
     def forward(
-        self,
-        hidden: Float[Tensor, "rows width hidden"],
-        rotary: Float[Tensor, "2 rows width dim"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-        cache: KVCache,
+        self, hidden: Float[Tensor, "rows width hidden"], rotary: Float[Tensor, "2 rows width dim"], inputs: HeadInputs
     ) -> Float[Tensor, "rows width parts"]:
-        hidden = hidden + self.self_attn(hidden, rotary, mask, cache)
+        hidden = hidden + self.self_attn(hidden, rotary, inputs)
         return torch.cat([hidden, self.mlp(self.post_attention_layernorm(hidden))], -1)
 
 
@@ -174,7 +170,7 @@ class JakiroHead(EagleHead):
     def own_config(self) -> dict[str, Any]:
         return super().own_config() | {"architectures": ["JakiroHead"], KIND: NAME, "mixture": self.mixture}
 
-    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> HeadFiles:
         """With the names of its authors' tensors."""
         config, tensors = super().record(target, dtype, name)
         return config, {ours.replace(EXPERTS[1], EXPERTS[0]): tensor for ours, tensor in tensors.items()}

@@ -3,12 +3,14 @@ r"""JetSpec: a DFlash head whose blocks are causal, trained on the target's whol
 JetSpec 2026, https://arxiv.org/abs/2606.18394
 """
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from outrider.drafters.exports import Exports
-from outrider.heads.dflash import DFlashHead
-from outrider.heads.parts.block_formats import AttentionSpan, BlockConfig, Method
+from outrider.heads.dflash import DFlashHead, is_plain
+from outrider.heads.parts.block_config import AttentionSpan, BlockConfig
+from outrider.heads.parts.block_layouts import kind_of, words_on_causality
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.blocks import BlockDrafter, BlockObjective, BlockOptions, TrainedBlocks
 from outrider.learning.options import loss, size
@@ -39,12 +41,24 @@ class JetSpecHead(DFlashHead):
         JetSpec 2026. https://arxiv.org/abs/2606.18394
     """
 
-    method: ClassVar[Method] = "jetspec"
+    name: ClassVar[str] = "jetspec"
+    speculators: ClassVar[str | None] = None
 
     def __init__(self, config: BlockConfig, embedding_and_head: EmbeddingAndHead, vocab_size: int) -> None:
         sights = config.sights or (AttentionSpan(),) * config.layers.num_hidden_layers
         causal = tuple(AttentionSpan(window=sight.window, causal=True) for sight in sights)
         super().__init__(replace(config, sights=causal), embedding_and_head, vocab_size)
+
+    @classmethod
+    def published(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
+        """Whether a DFlash file says that all its layers are causal."""
+        if kind_of(config) is not None:
+            return bool(kind_of(config) == cls.name)
+        return is_plain(config) and words_on_causality(config) == {True}
+
+    def written_inner(self) -> dict[str, Any]:
+        # Its authors read this key, and vLLM those that all heads have.
+        return {"causal_head": True, **super().written_inner()}
 
 
 SPEC = HeadSpec(

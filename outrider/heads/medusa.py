@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 
 from outrider.core.types import InputError
 from outrider.drafters.exports import Exports
-from outrider.heads.head import TrainedHead
+from outrider.heads.head import HeadFiles, TrainedHead
 from outrider.heads.objective import HeadContext
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.last_state import (
@@ -209,7 +209,7 @@ class MedusaHeads(StateHeads):
         if self.config.original_lm_head:
             self.lm_heads.requires_grad_(False)
 
-    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> HeadFiles:
         """In vLLM's form."""
         config = self.config
         described = {

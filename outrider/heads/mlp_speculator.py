@@ -12,7 +12,7 @@ from torch.nn.functional import gelu
 
 from outrider.core.types import InputError
 from outrider.drafters.exports import Exports
-from outrider.heads.head import TrainedHead
+from outrider.heads.head import HeadFiles, TrainedHead
 from outrider.heads.objective import HeadContext
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.last_state import randomise
@@ -121,7 +121,7 @@ class MLPSpeculator(SequentialHead):
         )
         return cls(config)
 
-    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> HeadFiles:
         """As its authors write it. Weights that all depths share are written once."""
         config, tied = self.config, self.config.tie_weights
         described = {

@@ -10,30 +10,29 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from outrider.core.types import Frontier, Guess, Request, Running
+from outrider.core.types import Frontier, Guess, Running
 from outrider.drafters.exports import Exports
 from outrider.drafters.protocol import Observed, check_longest
 from outrider.heads.trunks.features import (
     BACKLOG,
     FeatureDrafter,
-    FeatureState,
     behind_committed,
     output_features,
     pending,
 )
-from outrider.lm.head import HeadLM, KVCache, head_lm
+from outrider.heads.trunks.several import SeveralDrafter, SeveralState
+from outrider.lm.head import head_lm
 from outrider.lm.hf.anatomy import Span
 from outrider.lm.hf.cache_keyword import cache_keyword
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.hf.open import model_place
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.slots.batch import upload
-from outrider.lm.tabular import TabularHead
+from outrider.lm.slots.head_inputs import HeadInputs
 from outrider.lm.target_info import TargetInfo
-from outrider.trees.chained import Follow
 
 EXPORTS = Exports(vllm="mtp", sglang="NEXTN", llama="draft-mtp", has_files=False)
 """The layers are part of the target's checkpoint."""
@@ -81,24 +80,17 @@ class MtpHead(nn.Module):
         """The feature that the layer itself makes of a position, for the next token."""
         return head_output
 
-    def forward(
-        self,
-        tokens: Int[Tensor, "rows width"],
-        features: Float[Tensor, "rows width dim"],
-        positions: Int[Tensor, "rows width"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-        cache: KVCache,
-    ) -> Float[Tensor, "rows width hidden"]:
-        places = positions + self.number + 1
-        embedded = self.embedding_and_head.embed(tokens).to(features.dtype)
+    def forward(self, inputs: HeadInputs) -> Float[Tensor, "rows width hidden"]:
+        features, places = inputs.needed_features, inputs.positions + self.number + 1
+        embedded = self.embedding_and_head.embed(inputs.tokens).to(features.dtype)
         rotary = None if self._rotary[0] is None else self._rotary[0](embedded, position_ids=places, **self._of_rotary)
         output: Tensor = self.layer(
             embedded,
             features,
             position_embeddings=rotary,
-            attention_mask=mask,
+            attention_mask=inputs.mask,
             position_ids=places,
-            **{self._cache: cache},
+            **{self._cache: inputs.cache},
         )
         return self.shared_norm(output)
 
@@ -122,39 +114,23 @@ class MtpDrafter(FeatureDrafter):
     exports: ClassVar[Exports] = EXPORTS
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpandedNode:
-    """An expanded draft node: its parent's number, its depth and its token."""
-
-    parent: int
-    depth: int
-    token: Int[Tensor, ""]
-
-
 @dataclass(kw_only=True)
-class LayersState(FeatureState):
-    """One request's slots of all layers; changes in place. It is itself the state of the first layer.
+class LayersState(SeveralState):
+    """One request's slots of all layers, and its growing draft; changes in place.
+
+    The pending features of a further layer are those that the layer before has output. In its `fed`, the root's number
+    is that of the newest committed position that is pending, or -1.
 
     Attributes:
-        deeper: The state of each further layer. Its pending features are those that the layer before has output.
-            In `fed`, the root's number is that of the newest committed position that is pending, or -1.
-        nodes: The expanded nodes of the draft, by number.
         waiting: For each further layer, the committed positions that it has read in this step. Until the commit they
             are pending in its slot, before the nodes of the draft, and their features count as pending.
     """
 
-    deeper: list[FeatureState]
-    nodes: dict[int, ExpandedNode] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)
-
-    @property
-    def layers(self) -> list[FeatureState]:
-        """The states of all layers."""
-        return [self, *self.deeper]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtpLayersDrafter(FeatureDrafter[LayersState]):
+class MtpLayersDrafter(SeveralDrafter[LayersState]):
     r"""Guess the token at depth $k + 1$ by layer k of several multi-token-prediction layers.
 
     At position p of the text, layer k computes $f^k_p$ from the token there and from $f^{k-1}_{p-1}$, where
@@ -164,70 +140,51 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
 
     Attributes:
         lm: The first layer.
-        deeper: The further layers.
+        further: The further layers.
     """
 
     exports: ClassVar[Exports] = EXPORTS
 
     state: ClassVar[type[Any]] = LayersState
 
-    deeper: tuple[HeadLM | TabularHead, ...]
-
-    @property
-    def lms(self) -> tuple[HeadLM | TabularHead, ...]:
-        """All layers."""
-        return (self.lm, *self.deeper)
-
     @property
     def modules(self) -> Mapping[str, nn.Module]:
         return {f"{name} {k}": module for k, lm in enumerate(self.lms) for name, module in lm.modules.items()}
 
-    def open(self, request: Request) -> LayersState:
-        return LayersState(slot=self.lm.open(), deeper=[FeatureState(slot=lm.open()) for lm in self.deeper])
-
-    def close(self, state: object) -> None:
-        for lm, layer_state in zip(self.lms, self.checked(state).layers, strict=True):
-            lm.release(layer_state.slot)
-
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
         super().observe(states, observed)
-        for k, lm in enumerate(self.deeper, 1):
-            long = [state for state in states if self.state_of(state).layers[k].num_pending >= BACKLOG]
+        for k, lm in enumerate(self.further, 1):
+            long = [state for state in states if self.state_of(state).parts[k].num_pending >= BACKLOG]
             # As in the first layer, one position waits for the next draft.
             if long:
-                segments = self._missed(long, k, [self.state_of(state).layers[k].num_pending - 1 for state in long])
+                segments = self._missed(long, k, [self.state_of(state).parts[k].num_pending - 1 for state in long])
                 extension = lm.extend(segments)
                 counts = [len(segment.tokens) for segment in segments]
                 lm.commit({segment.slot: range(count) for segment, count in zip(segments, counts, strict=True)})
                 for state, count in zip(long, counts, strict=True):
-                    self.state_of(state).layers[k].forget(count)
+                    self.state_of(state).parts[k].forget(count)
                 parts = output_features(extension).split(counts)
                 self._hand_on(long, k, parts)
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         for state in states:
             drafter_state = self.state_of(state)
-            drafter_state.nodes, drafter_state.waiting = {}, [0] * len(self.deeper)
-            for each in drafter_state.deeper:
+            drafter_state.nodes, drafter_state.waiting = {}, [0] * len(self.further)
+            for each in drafter_state.further:
                 each.fed, each.head_output = {}, {}
         return super().begin(states, depths)
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
-        tokens = frontier.tokens.to(self.lm.device)
-        for i, owner in enumerate(frontier.owners.tolist()):
-            node = ExpandedNode(parent=int(frontier.parents[i]), depth=int(frontier.depths[i]), token=tokens[i])
-            self.state_of(states[owner]).nodes[int(frontier.nodes[i])] = node
-        owners = np.unique(frontier.owners).tolist()
-        wanted = [frontier.nodes[frontier.owners == owner].tolist() for owner in owners]
-        k = min(int(frontier.depths[0]), len(self.deeper))
-        running = [states[owner] for owner in owners]
+        groups = list(self.by_owner(states, replace(frontier, tokens=frontier.tokens.to(self.lm.device))))
+        running, wanted = [state for state, _ in groups], [nodes for _, nodes in groups]
+        k = min(int(frontier.depths[0]), len(self.further))
         new = [self._unfed(state, k, nodes) for state, nodes in zip(running, wanted, strict=True)]
         segments = self._segments(running, k, new, [len(of_owner) for of_owner in wanted])
-        extension = self.deeper[k - 1].extend(segments)
+        extension = self.further[k - 1].extend(segments)
         parts = output_features(extension).split([len(segment.tokens) for segment in segments])
         committed = []
         for state, nodes, part in zip(running, new, parts, strict=True):
-            count, head_output = len(part) - len(nodes), self.state_of(state).layers[k].head_output
+            count, head_output = len(part) - len(nodes), self.state_of(state).parts[k].head_output
             head_output |= dict(zip(nodes, part[count:], strict=True))
             if count:
                 head_output[0] = part[count - 1]
@@ -235,67 +192,24 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
         self._hand_on(running, k, committed)
         return Guess(logits=extension.logits, short_list=self.short_list)
 
-    def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
-        depth = 0
-
-        def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
-            nonlocal depth
-            depth += 1
-            owners = np.flatnonzero(np.array(counts) >= depth)
-            same = np.full(len(owners), depth)
-            frontier = Frontier(owners=owners, nodes=same, parents=same - 1, depths=same, tokens=tokens)
-            logits = self.expand(states, frontier).logits
-            if logits is None:
-                raise TypeError("a head guesses by logits")
-            return logits
-
-        return step
-
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         super().commit(states, paths)
         drafter_states = [self.state_of(state) for state in states]
-        for k, lm in enumerate(self.deeper):
+        for k, lm in enumerate(self.further):
             counts = [drafter_state.waiting[k] if drafter_state.waiting else 0 for drafter_state in drafter_states]
             lm.commit(
                 {
-                    drafter_state.deeper[k].slot: range(count)
+                    drafter_state.further[k].slot: range(count)
                     for drafter_state, count in zip(drafter_states, counts, strict=True)
                 }
             )
             for drafter_state, count in zip(drafter_states, counts, strict=True):
-                drafter_state.deeper[k].forget(count)
+                drafter_state.further[k].forget(count)
         for drafter_state in drafter_states:
             drafter_state.waiting = []
 
     def needs(self, state: object, length: int) -> int:
-        return sum(self._valid(self.checked(state), length)[0])
-
-    def reuse(self, state: object, request: Request, length: int) -> LayersState:
-        drafter_state, states = self.checked(state), []
-        for lm, each, (read, count) in zip(
-            self.lms, drafter_state.layers, self._valid(drafter_state, length), strict=True
-        ):
-            lm.truncate(each.slot, read)
-            states.append(FeatureState(slot=each.slot, pending_features=each.first_pending(count)))
-        return LayersState(slot=states[0].slot, pending_features=states[0].pending_features, deeper=states[1:])
-
-    def fork(self, state: object, request: Request, length: int) -> LayersState:
-        drafter_state = self.checked(state)
-        states = [
-            FeatureState(slot=lm.copy(each.slot, read), pending_features=each.first_pending(pending))
-            for lm, each, (read, pending) in zip(
-                self.lms, drafter_state.layers, self._valid(drafter_state, length), strict=True
-            )
-        ]
-        return LayersState(slot=states[0].slot, pending_features=states[0].pending_features, deeper=states[1:])
-
-    def cast(self, target_info: TargetInfo) -> "MtpLayersDrafter":
-        lms = [FeatureDrafter(lm=lm, reads=self.reads).cast(target_info).lm for lm in self.lms]
-        return replace(self, lm=lms[0], deeper=tuple(lms[1:]))
-
-    def on_tables(self, vocab_size: int, seed: int) -> "MtpLayersDrafter":
-        first, *deeper = (TabularHead(vocab_size, seed + k) for k in range(len(self.lms)))
-        return replace(self, lm=first, deeper=tuple(deeper), reads=(0,), short_list=None)
+        return sum(self.usable(self.checked(state), length)[0])
 
     def _read(self, states: Sequence[Running], counts: Sequence[int], logits: Literal["last", "none"]) -> Extension:
         extension = super()._read(states, counts, logits)
@@ -304,14 +218,14 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
 
     def _hand_on(self, states: Sequence[Running], k: int, parts: Sequence[Float[Tensor, "_ hidden"]]) -> None:
         """Give the layer behind layer k what layer k output at committed positions of each request."""
-        if k < len(self.deeper):
+        if k < len(self.further):
             for state, part in zip(states, parts, strict=True):
                 if len(part):
-                    self.state_of(state).layers[k + 1].pending_features.append(part)
+                    self.state_of(state).parts[k + 1].pending_features.append(part)
 
     def _missed(self, states: Sequence[Running], k: int, counts: Sequence[int]) -> list[Segment]:
         """The next committed positions that layer k has not read of each request, at most `counts[i]`."""
-        layer_states, lm = [self.state_of(state).layers[k] for state in states], self.lms[k]
+        layer_states, lm = [self.state_of(state).parts[k] for state in states], self.lms[k]
         texts = []
         for state, layer_state, count in zip(states, layer_states, counts, strict=True):
             first = lm.length(layer_state.slot) + 1 + k
@@ -330,8 +244,8 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
             wanted: The logits of this many nodes are wanted, the last ones.
         """
         wholes = [self.state_of(state) for state in states]
-        behind = [i for i, whole in enumerate(wholes) if 0 not in whole.layers[k].fed and whole.layers[k].num_pending]
-        counts = [wholes[i].layers[k].num_pending for i in behind]
+        behind = [i for i, whole in enumerate(wholes) if 0 not in whole.parts[k].fed and whole.parts[k].num_pending]
+        counts = [wholes[i].parts[k].num_pending for i in behind]
         missed = dict(zip(behind, self._missed([states[i] for i in behind], k, counts), strict=True)) if behind else {}
         read = [
             self._read_with(whole, k, number) for whole, numbers in zip(wholes, new, strict=True) for number in numbers
@@ -340,7 +254,7 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
         parts = behind_committed(missed, tokens, features, [len(numbers) for numbers in new])
         segments = []
         for i, (whole, (own_tokens, own_features)) in enumerate(zip(wholes, parts, strict=True)):
-            layer_state, count = whole.layers[k], len(own_tokens) - len(new[i])
+            layer_state, count = whole.parts[k], len(own_tokens) - len(new[i])
             parents = list(range(-1, count - 1))
             layer_state.fed.setdefault(0, -1)
             if i in missed:
@@ -364,26 +278,23 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
     def _read_with(whole: LayersState, k: int, number: int) -> tuple[Int[Tensor, ""], Float[Tensor, " hidden"]]:
         """The token of a node, and the feature that layer k reads with it."""
         node = whole.nodes[number]
-        before = whole.layers[k if node.depth > k else k - 1]
+        before = whole.parts[k if node.depth > k else k - 1]
         return node.token, before.head_output[node.parent]
 
-    def _valid(self, drafter_state: LayersState, length: int) -> list[tuple[int, int]]:
-        """For each layer, the positions in its slot and its pending features that a text with the same first `length`
-        tokens can use.
+    def usable(self, state: LayersState, length: int) -> list[tuple[int, int]]:
+        """As of all such drafters.
 
         Layer k has position p in its slot at index p - k - 1. Layer k + 1 must have a pending feature of every position
         from its own newest one to the newest one of layer k.
         """
-        read_to = [
-            lm.length(each.slot) + k for k, (lm, each) in enumerate(zip(self.lms, drafter_state.layers, strict=True))
-        ]
+        read_to = [lm.length(each.slot) + k for k, (lm, each) in enumerate(zip(self.lms, state.parts, strict=True))]
         newest: list[int] = []
         for k, end in enumerate(read_to):
             newest.append(max(k, min(end, length - 1, newest[-1] + 1 if newest else end)))
         for k in range(len(read_to) - 1, 0, -1):
-            pending = drafter_state.layers[k].num_pending if newest[k] == read_to[k] else 0
+            pending = state.parts[k].num_pending if newest[k] == read_to[k] else 0
             newest[k - 1] = min(newest[k - 1], newest[k] + pending - 1)
-        first = min(drafter_state.num_pending, length - read_to[0]) if newest[0] == read_to[0] else 0
+        first = min(state.num_pending, length - read_to[0]) if newest[0] == read_to[0] else 0
         left = [first, *(before + 1 - after for before, after in pairwise(newest))]
         return [(end - k, pending) for k, (end, pending) in enumerate(zip(newest, left, strict=True))]
 
@@ -394,7 +305,7 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
         for node in nodes:
             while (
                 node
-                and node not in drafter_state.layers[k].fed
+                and node not in drafter_state.parts[k].fed
                 and node not in unfed
                 and anchor + drafter_state.nodes[node].depth > k
             ):
@@ -433,7 +344,7 @@ class MtpPath:
         heads = [
             MtpHead(model, number, embedding_and_head, target_info.vocab_size) for number in range(len(model.layers))
         ]
-        first, *deeper = (
+        first, *further = (
             head_lm(
                 target_info.target_forward,
                 target_info.forward,
@@ -443,6 +354,6 @@ class MtpPath:
             )
             for head in heads
         )
-        if deeper:
-            return MtpLayersDrafter(lm=first, deeper=tuple(deeper), reads=reads)
+        if further:
+            return MtpLayersDrafter(lm=first, further=tuple(further), reads=reads)
         return MtpDrafter(lm=first, reads=reads)

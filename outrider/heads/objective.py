@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core.types import InputError
+from outrider.heads.head import HeadFiles
 from outrider.learning.batch import Document, TrainBatch, on_device
 from outrider.learning.divergences import CHUNK, HARD, Divergence, among_likeliest, chunked, cross_entropy, divergence
 from outrider.learning.learner import JudgedDrafts, Learner, Loss
@@ -145,11 +146,9 @@ class HeadObjective(Learner):
         check_apart(self.context.target, "the target")
         self._packed = True
 
-    def record(self, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def record(self, dtype: torch.dtype) -> HeadFiles:
         """The config and the tensors that are written."""
-        written: tuple[dict[str, Any], dict[str, Tensor]] = self.head.record(
-            self.shape, dtype, str(self.context.target.name_or_path)
-        )
+        written: HeadFiles = self.head.record(self.shape, dtype, str(self.context.target.name_or_path))
         return written
 
     def write(self, folder: Path) -> None:

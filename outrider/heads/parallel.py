@@ -21,7 +21,7 @@ from outrider.core.types import Guess, InputError, Running
 from outrider.drafters.exports import Exports
 from outrider.drafters.marginal import MarginalDrafter
 from outrider.heads.eagle3 import MASK, SPECULATORS, Eagle3Head, TrainedEagle3
-from outrider.heads.head import TrainedHead
+from outrider.heads.head import HeadFiles, TrainedHead
 from outrider.heads.objective import HeadContext, LearntPositions, learnt_places
 from outrider.heads.parts.layer_config import described, layer_config, usual_layer
 from outrider.heads.parts.layers import DecoderLayer
@@ -30,11 +30,11 @@ from outrider.heads.trunks.features import FeatureDrafter, FeatureHead, FeatureO
 from outrider.learning.attention import GroupKeys
 from outrider.learning.batch import PADDING, Document, TrainBatch, on_device
 from outrider.learning.options import HeadOptions, loss, size
-from outrider.lm.head import KVCache
 from outrider.lm.hf.checkpoint import KIND, MOST_COUNT, TARGET, Checkpoint, TargetShape, build_module, nested
 from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import Segment
+from outrider.lm.slots.head_inputs import HeadInputs
 from outrider.lm.target_info import TargetInfo
 
 NAME = "parallel"
@@ -157,7 +157,7 @@ class ParallelHead(FeatureHead):
             raise InputError(f"the head in {place.path} is a P-EAGLE head, and these are not trained further here")
         return cast(ParallelHead, super().init_from(place, options, context))
 
-    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> HeadFiles:
         """`slots`, `fc` of the form `eagle`, and the layers under the names of a Llama's."""
         config = {
             "architectures": ["ParallelHead"],
@@ -170,9 +170,7 @@ class ParallelHead(FeatureHead):
         }
         return config, self.state_dict()
 
-    def exported(
-        self, engine: str, target: TargetShape, dtype: torch.dtype, name: str
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def exported(self, engine: str, target: TargetShape, dtype: torch.dtype, name: str) -> HeadFiles:
         """No engine reads it."""
         raise InputError(
             f"{engine} reads P-EAGLE heads, which have one vector for all mask slots, and no parallel heads that were "
@@ -183,24 +181,17 @@ class ParallelHead(FeatureHead):
         normed = self.embedding_and_head.norm(states)
         return normed.to(self.slots.device, self.slots.dtype)
 
-    def forward(
-        self,
-        tokens: Int[Tensor, "rows width"],
-        features: Float[Tensor, "rows width dim"],
-        positions: Int[Tensor, "rows width"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-        cache: KVCache,
-    ) -> Float[Tensor, "rows width hidden"]:
-        inputs = features
+    def forward(self, inputs: HeadInputs) -> Float[Tensor, "rows width hidden"]:
+        tokens, read = inputs.tokens, inputs.needed_features
         if self.form == "eagle":
-            inputs = torch.cat([self.embed(tokens.clamp_min(0), features), features], -1)
+            read = torch.cat([self.embed(tokens.clamp_min(0), read), read], -1)
         if self.num_slots:
             masked = self.slots[(-1 - tokens).clamp_min(0)]
-            inputs = torch.where(tokens[..., None] < 0, masked, inputs)
-        hidden: Tensor = self.fc(inputs)
-        rotary = self.rotary(hidden, positions)
+            read = torch.where(tokens[..., None] < 0, masked, read)
+        hidden: Tensor = self.fc(read)
+        rotary = self.rotary(hidden, inputs.positions)
         for layer in self.layers:
-            hidden = layer(hidden, rotary, mask, cache)
+            hidden = layer(hidden, rotary, inputs)
         return hidden
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch width"]:
@@ -256,9 +247,7 @@ class PEagleHead(Eagle3Head):
             )
         return cls(inner, mask_id, hidden, num_slots)
 
-    def exported(
-        self, engine: str, target: TargetShape, dtype: torch.dtype, name: str
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def exported(self, engine: str, target: TargetShape, dtype: torch.dtype, name: str) -> HeadFiles:
         """In the layout of the authors of EAGLE-3: the conversion of the other layout forgets `fc_norm`."""
         config, tensors = self.native(target, dtype)
         return {**config, "pard_token": self.mask_id, TOKENS: self.num_slots + 1}, tensors
@@ -267,17 +256,11 @@ class PEagleHead(Eagle3Head):
         """The choices that no tensor shows."""
         return f"{super().extra_repr()}, mask_id={self.mask_id}"
 
-    def forward(
-        self,
-        tokens: Int[Tensor, "rows width"],
-        features: Float[Tensor, "rows width dim"],
-        positions: Int[Tensor, "rows width"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-        cache: KVCache,
-    ) -> Float[Tensor, "rows width hidden"]:
-        slots = tokens < 0
-        inputs = torch.where(slots[..., None], self.fuse(self.mask_hidden), features)
-        return super().forward(torch.where(slots, self.mask_id, tokens), inputs, positions, mask, cache)
+    def forward(self, inputs: HeadInputs) -> Float[Tensor, "rows width hidden"]:
+        slots = inputs.tokens < 0
+        tokens = torch.where(slots, self.mask_id, inputs.tokens)
+        features = torch.where(slots[..., None], self.fuse(self.mask_hidden), inputs.needed_features)
+        return super().forward(replace(inputs, tokens=tokens, features=features))
 
 
 @dataclass(kw_only=True)
@@ -388,18 +371,19 @@ class ParallelObjective(FeatureObjective):
         features = self.features(batch)
         if self.training and self.options.noise:
             features = features + self._noises(batch).to(features)
-        places, kept = torch.arange(length, device=batch.tokens.device), GroupKeys()
+        places, cache = torch.arange(length, device=batch.tokens.device), GroupKeys()
         tokens = pad(batch.tokens[:, 1:], (0, 1), value=PADDING)
         sees = (places[:, None] >= places).expand(rows, 1, -1, -1)
-        yield self.head(tokens, features, places.expand(rows, -1), sees, kept)
+        positions = places.expand(rows, -1)
+        yield self.head(HeadInputs(tokens=tokens, features=features, positions=positions, mask=sees, cache=cache))
         at = on_device(self.groups(batch).at.numpy(), batch.tokens.device)
         nothing = features.new_zeros(*at.shape, features.shape[-1])
         seen = (places <= at[..., None])[:, None]
         eye = torch.eye(at.shape[1], dtype=torch.bool, device=at.device).expand(rows, 1, -1, -1)
         for number in range(1, count):
             seen = torch.cat([seen, eye], -1)
-            slots = torch.full_like(at, -number)
-            output = self.head(slots, nothing, at + number, seen, kept)
+            slots, positions = torch.full_like(at, -number), at + number
+            output = self.head(HeadInputs(tokens=slots, features=nothing, positions=positions, mask=seen, cache=cache))
             whole = output.new_zeros(rows, length + 1, output.shape[-1])
             yield whole.scatter(1, at[..., None].expand_as(output), output)[:, :length]
 

@@ -7,26 +7,26 @@ https://arxiv.org/abs/2506.03566
 
 import copy
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from outrider.core.types import Frontier, Guess, InputError, Request, Running
+from outrider.core.types import Frontier, Guess, InputError, Running
 from outrider.drafters.exports import Exports
 from outrider.drafters.protocol import Observed
+from outrider.heads.doubt import Doubt
 from outrider.heads.eagle import EagleHead, EagleObjective, EagleOptions, has_specialists
 from outrider.heads.eagle3 import Eagle3Head, Eagle3Options, Eagle3SizeOptions, TrainedEagle3
 from outrider.heads.eagle3 import published as published_eagle3
-from outrider.heads.head import Head, TrainedHead
+from outrider.heads.head import Head, HeadFiles, TrainedHead
 from outrider.heads.objective import HeadContext, LearntPositions
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.features import (
-    FeatureDrafter,
     FeatureHead,
     FeatureObjective,
     FeatureState,
@@ -34,18 +34,17 @@ from outrider.heads.trunks.features import (
     behind_committed,
     needed,
     next_pairs,
-    pending_of,
     read,
 )
+from outrider.heads.trunks.several import SeveralDrafter, SeveralState
+from outrider.learning.attention import GroupKeys
 from outrider.learning.batch import TrainBatch
 from outrider.learning.options import loss, size
-from outrider.lm.head import HeadLM
-from outrider.lm.hf.checkpoint import KIND, MOST_COUNT, Checkpoint, load_into
+from outrider.lm.hf.checkpoint import KIND, MOST_COUNT, Checkpoint, TargetShape, load_into
 from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.protocol import Segment
-from outrider.lm.tabular import TabularHead
+from outrider.lm.slots.head_inputs import HeadInputs
 from outrider.lm.target_info import TargetInfo
-from outrider.trees.chained import Follow
 
 NAME, STRIDE = "poss", "steps_per_specialist"
 """The value of `KIND`, and the key of a config that says how many draft steps each specialist takes."""
@@ -97,20 +96,46 @@ class PossOptions(Eagle3SizeOptions):
 
 
 class PossHead(Head):
-    """Makes heads of EAGLE or of EAGLE-3 with specialists; what `new` and `load` return is of one of these classes."""
+    r"""A head of EAGLE or of EAGLE-3 with a layer for each part of a draft.
+
+    Specialist $s$ is the head with its layer replaced; all else is shared. The first specialist is the head itself.
+
+    Attributes:
+        first: The head.
+        further: The layers of the further specialists.
+        stride: Draft steps of each specialist but the last.
+
+    Args:
+        first: A head of one layer. The further specialists begin with copies of it.
+        count: How many specialists.
+
+    Raises:
+        InputError: A number is too small, or the head has several layers.
+
+    References:
+        Huang et al. 2025. https://arxiv.org/abs/2506.03566
+    """
+
+    def __init__(self, first: FeatureHead, count: int, stride: int) -> None:
+        super().__init__()
+        if count < 1 or stride < 1:
+            raise InputError(f"specialists and their draft steps must be >= 1, got {count} and {stride}")
+        if len(first.layers) != 1:
+            raise InputError(f"a head with specialists has one layer, and this one has {len(first.layers)}")
+        self.further = nn.ModuleList(copy.deepcopy(first.layers) for _ in range(count - 1))
+        self.first, self.stride = first, stride
 
     @classmethod
-    def new(cls, options: PossOptions, context: HeadContext) -> Any:
+    def new(cls, options: PossOptions, context: HeadContext) -> "PossHead":
         of_eagle = options.trunk == "eagle"
         kind: Any = EagleHead if of_eagle else Eagle3Head
         of = EagleOptions if of_eagle else Eagle3Options
         known = {each.name for each in fields(of)}
-        head = kind.new(of(**{name: value for name, value in vars(options).items() if name in known}), context)
-        head.specialise(options.unrolled // options.stride, options.stride)
-        return head
+        first = kind.new(of(**{name: value for name, value in vars(options).items() if name in known}), context)
+        return cls(first, options.unrolled // options.stride, options.stride)
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> Any:
+    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "PossHead":
         stride_hint = trained.stride if isinstance(trained, TrainedPoss) else None
         path, config = checkpoint.path, checkpoint.config
         if config.get(STRIDE) is None and stride_hint is None:
@@ -130,12 +155,12 @@ class PossHead(Head):
         if "transformer_layer_config" not in config:
             config = {**config, "num_hidden_layers": 1}
         fused = any(name.endswith("layers.0.hidden_norm.weight") for name in shared)
-        kind: type[FeatureHead] = Eagle3Head if fused else EagleHead
+        kind: Any = Eagle3Head if fused else EagleHead
         # The trunk keeps what its layers' config says, and an export of the first specialist is no head of PosS.
         config = {key: value for key, value in config.items() if key not in (KIND, STRIDE)}
-        head = cast(FeatureHead, kind.load(replace(checkpoint, own_config=config, own_tensors=shared), target, trained))
-        head.specialise(1 + len(further), stride)
-        places = {str(i): cast(nn.ModuleList, layers)[0] for i, layers in enumerate(head.specialists, start=1)}
+        first = kind.load(replace(checkpoint, own_config=config, own_tensors=shared), target, trained)
+        head = cls(first, 1 + len(further), stride)
+        places = {str(i): cast(nn.ModuleList, layers)[0] for i, layers in enumerate(head.further, start=1)}
         ordered = [further[number] for number in sorted(further)]
         named = {
             f"layers.{i}.{name}": tensor
@@ -146,7 +171,7 @@ class PossHead(Head):
         return head
 
     @classmethod
-    def init_from(cls, place: TrainedHead, options: PossOptions, context: HeadContext) -> Any:
+    def init_from(cls, place: TrainedHead, options: PossOptions, context: HeadContext) -> "PossHead":
         """A head with specialists, or an EAGLE or EAGLE-3 head whose layer is copied into every specialist."""
         checkpoint = place.checkpoint
         if published(checkpoint.config, checkpoint.names):
@@ -154,40 +179,91 @@ class PossHead(Head):
                 place = replace(place, stride=options.stride)
             head = cls.load(checkpoint, context.info, place)
         else:
-            fused = published_eagle3(checkpoint.config, checkpoint.names)
-            head = (Eagle3Head if fused else EagleHead).load(checkpoint, context.info, place)
-            head.specialise(options.unrolled // options.stride, options.stride)
-        options.check_trunk("eagle3" if isinstance(head, Eagle3Head) else "eagle")
-        if head.specialist(options.unrolled - 1) < len(head.specialists):
+            kind: Any = Eagle3Head if published_eagle3(checkpoint.config, checkpoint.names) else EagleHead
+            first = kind.load(checkpoint, context.info, place)
+            head = cls(first, options.unrolled // options.stride, options.stride)
+        options.check_trunk("eagle" if head.of_eagle else "eagle3")
+        if head.specialist(options.unrolled - 1) < len(head.further):
             raise InputError(
-                f"{1 + len(head.specialists)} specialists of {head.stride} draft steps each do not all learn from "
-                f"{options.unrolled} passes; unrolled must be >= {1 + head.stride * len(head.specialists)}"
+                f"{head.num_specialists} specialists of {head.stride} draft steps each do not all learn from "
+                f"{options.unrolled} passes; unrolled must be >= {1 + head.stride * len(head.further)}"
             )
         return head
 
+    @property
+    def of_eagle(self) -> bool:
+        """Whether it is a head of EAGLE, not of EAGLE-3."""
+        return isinstance(self.first, EagleHead)
 
-@dataclass(kw_only=True)
-class PossState(FeatureState):
-    """One request's slot of each specialist, and its growing draft; changes in place. Its own slot and features are
-    those of the first specialist.
+    @property
+    def num_specialists(self) -> int:
+        return 1 + len(self.further)
 
-    Attributes:
-        further: The slots and pending features of the further specialists.
-        above: For each expanded node, its parent.
-        tokens: For each expanded node, its token.
-    """
+    @property
+    def first_steps(self) -> int | None:
+        return self.stride if self.further else None
 
-    further: list[FeatureState] = field(default_factory=list)
-    above: dict[int, int] = field(default_factory=dict)
-    tokens: dict[int, Int[Tensor, ""]] = field(default_factory=dict)
+    @property
+    def feature_size(self) -> int:
+        """Width of the features."""
+        return self.first.feature_size
 
-    def all(self) -> list[FeatureState]:
-        """What each specialist keeps."""
-        return [self, *self.further]
+    @property
+    def ids(self) -> Int[Tensor, " width"] | None:
+        """The tokens that it can guess, ascending; None: all."""
+        return cast(Tensor | None, self.first.ids)
+
+    def reads(self, num_layers: int) -> tuple[int, ...]:
+        return self.first.reads(num_layers)
+
+    def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
+        return self.first.fuse(states)
+
+    def next_feature(self, head_output: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
+        return self.first.next_feature(head_output)
+
+    def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch width"]:
+        return self.first.logits(hidden)
+
+    def freeze(self) -> None:
+        self.first.freeze()
+
+    def doubts(self, target: TargetInfo) -> Sequence[Doubt]:
+        return self.first.doubts(target)
+
+    def specialist(self, step: int) -> int:
+        """The number of the specialist of a draft step. Both are counted from 0."""
+        return min(step // self.stride, len(self.further))
+
+    def reader(self, number: int) -> FeatureHead:
+        """A specialist."""
+        if number == 0:
+            return self.first
+        twin = copy.copy(self.first)
+        twin._modules = {**self.first._modules, "layers": self.further[number - 1]}
+        return twin
+
+    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> HeadFiles:
+        """As its head is written, with layers 1, 2, ... for the further specialists."""
+        config, tensors = self.first.record(target, dtype, name)
+        layers = {
+            f"layers.{number}.{key}": tensor
+            for number, layer in enumerate(self.further, start=1)
+            for key, tensor in cast(nn.ModuleList, layer)[0].state_dict().items()
+        }
+        return {**config, "architectures": ["PossHead"], KIND: NAME, STRIDE: self.stride}, {**tensors, **layers}
+
+    def exported(self, engine: str, target: TargetShape, dtype: torch.dtype, name: str) -> HeadFiles:
+        """Other engines run the first specialist alone, as the head that it is."""
+        return self.first.exported(engine, target, dtype, name)
+
+    def engine_names(self, of_kind: Exports) -> Exports:
+        """Those of the first specialist's kind."""
+        return of_kind if self.of_eagle else replace(of_kind, vllm="eagle3", sglang="EAGLE3")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PossDrafter(FeatureDrafter[PossState]):
+class PossDrafter(SeveralDrafter[SeveralState]):
     r"""Guess draft step i (from 0) with specialist $\min(\lfloor i / n \rfloor, \text{last})$.
 
     Each specialist has keys and values of its own. When a draft reaches it, it reads in one forward what it lacks: the
@@ -204,34 +280,19 @@ class PossDrafter(FeatureDrafter[PossState]):
         Huang et al. 2025. https://arxiv.org/abs/2506.03566
     """
 
-    state: ClassVar[type[Any]] = PossState
-
-    further: tuple[HeadLM | TabularHead, ...] = ()
     stride: int = 1
 
     @classmethod
-    def of(cls, head: FeatureHead, target: TargetInfo, trained: TrainedHead) -> "PossDrafter":
+    def of(cls, head: PossHead, target: TargetInfo, trained: TrainedHead) -> "PossDrafter":  # type: ignore[override]
         """The drafter with a head that has specialists."""
-        fields = cls.fields_of(head, target, trained)
-        further = [trained.lm(head.reader(number), target) for number in range(1, 1 + len(head.specialists))]
+        fields = cls.fields_of(head.first, target, trained)
+        further = [trained.lm(head.reader(number), target) for number in range(1, head.num_specialists)]
         return cls(**fields, further=tuple(further), stride=head.stride)
-
-    @property
-    def lms(self) -> tuple[HeadLM | TabularHead, ...]:
-        """All specialists."""
-        return self.lm, *self.further
-
-    def open(self, request: Request) -> PossState:
-        return PossState(slot=self.lm.open(), further=[FeatureState(slot=lm.open()) for lm in self.further])
-
-    def close(self, state: object) -> None:
-        for lm, feature_state in zip(self.lms, self.checked(state).all(), strict=True):
-            lm.release(feature_state.slot)
 
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
         features = self.features(observed.taps)
         for number, lm in enumerate(self.lms):
-            feature_states = [self.state_of(state).all()[number] for state in states]
+            feature_states = [self.state_of(state).parts[number] for state in states]
             many = append_features(lm, feature_states, features, observed.offsets)
             if many:
                 counts = [feature_states[i].num_pending - 1 for i in many]
@@ -242,12 +303,12 @@ class PossDrafter(FeatureDrafter[PossState]):
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         guess = super().begin(states, depths)
         for drafter_state in map(self.state_of, states):
-            drafter_state.fed, drafter_state.above, drafter_state.tokens = {0: -1}, {}, {}
+            drafter_state.fed, drafter_state.nodes = {0: -1}, {}
         return guess
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         number = min(int(frontier.depths[0]) // self.stride, len(self.further))
-        groups = list(self._by_owner(states, frontier))
+        groups = list(self.by_owner(states, frontier))
         segments = self._segments(number, groups)
         extension = self.lms[number].extend(segments)
         parts = cast(Tensor, extension.features).split([len(segment.tokens) for segment in segments])
@@ -255,22 +316,10 @@ class PossDrafter(FeatureDrafter[PossState]):
             self.state_of(state).head_output |= dict(zip(nodes, part[len(part) - len(nodes) :].unbind(0), strict=True))
         return Guess(logits=extension.logits, short_list=self.short_list)
 
-    def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
-        depths = iter(range(1, max(counts) + 1))
-
-        def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
-            depth = next(depths)
-            owners = np.flatnonzero(np.array(counts) >= depth)
-            numbers = np.full(len(owners), depth)
-            frontier = Frontier(owners=owners, nodes=numbers, parents=numbers - 1, depths=numbers, tokens=tokens)
-            return cast(Tensor, self.expand(states, frontier).logits)
-
-        return step
-
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         super().commit(states, paths)
         for number, lm in enumerate(self.further, start=1):
-            reached = [feature_state for state in states if (feature_state := self.state_of(state).all()[number]).fed]
+            reached = [feature_state for state in states if (feature_state := self.state_of(state).parts[number]).fed]
             lm.commit({feature_state.slot: range(feature_state.fed[0] + 1) for feature_state in reached})
             for feature_state in reached:
                 feature_state.forget(feature_state.fed[0] + 1)
@@ -279,51 +328,25 @@ class PossDrafter(FeatureDrafter[PossState]):
     def needs(self, state: object, length: int) -> int:
         drafter_state = self.checked(state)
         # What all specialists can go on from.
-        return min(needed(lm, each, length) for lm, each in zip(self.lms, drafter_state.all(), strict=True))
+        return min(needed(lm, each, length) for lm, each in zip(self.lms, drafter_state.parts, strict=True))
 
-    def reuse(self, state: object, request: Request, length: int) -> PossState:
-        drafter_state, first = self.checked(state), self.needs(state, length)
-        kept = []
-        for lm, each in zip(self.lms, drafter_state.all(), strict=True):
-            pending = pending_of(lm, each, first)
-            lm.truncate(each.slot, min(lm.length(each.slot), first, max(0, length - 1)))
-            kept.append(FeatureState(slot=each.slot, pending_features=pending))
-        return PossState(slot=kept[0].slot, pending_features=kept[0].pending_features, further=kept[1:])
-
-    def fork(self, state: object, request: Request, length: int) -> PossState:
-        drafter_state, first = self.checked(state), self.needs(state, length)
-        kept = []
-        for lm, each in zip(self.lms, drafter_state.all(), strict=True):
-            slot = lm.copy(each.slot, min(lm.length(each.slot), first, max(0, length - 1)))
-            kept.append(FeatureState(slot=slot, pending_features=pending_of(lm, each, first)))
-        return PossState(slot=kept[0].slot, pending_features=kept[0].pending_features, further=kept[1:])
-
-    def cast(self, target_info: TargetInfo) -> "PossDrafter":
-        if isinstance(self.lm, TabularHead):
-            return self
-        head = copy.deepcopy(cast(FeatureHead, self.lm.module)).to(target_info.dtype)
-        head.embedding_and_head = target_info.embedding_and_head()
-        slots, longest = self.lm.max_slots, self.lm.max_context
-        readers = map(head.reader, range(len(self.lms)))
-        lms = [HeadLM(reader, max_slots=slots, max_context=longest) for reader in readers]
-        return replace(self, lm=lms[0], further=tuple(lms[1:]))
-
-    def on_tables(self, vocab_size: int, seed: int) -> "PossDrafter":
-        further = tuple(TabularHead(vocab_size, seed + number) for number in range(1, len(self.lms)))
-        return replace(self, lm=TabularHead(vocab_size, seed), further=further, reads=(0,), short_list=None)
+    def usable(self, state: SeveralState, length: int) -> list[tuple[int, int]]:
+        first = self.needs(state, length)
+        known = [lm.length(each.slot) for lm, each in zip(self.lms, state.parts, strict=True)]
+        return [(min(count, first, max(0, length - 1)), max(0, first - count)) for count in known]
 
     def _segments(self, number: int, groups: Sequence[tuple[Running, list[int]]]) -> list[Segment]:
         """What a specialist must read of each request to guess after some nodes. Their logits are wanted."""
         lm, drafts = self.lms[number], [self.state_of(state) for state, _ in groups]
-        feature_states = [draft.all()[number] for draft in drafts]
+        feature_states = [draft.parts[number] for draft in drafts]
         committed = self._committed(number, [state for state, _ in groups])
         lacking = [
             [*_unfed(draft, feature_state, nodes), *nodes]
             for draft, feature_state, (_, nodes) in zip(drafts, feature_states, groups, strict=True)
         ]
         new = [(draft, node) for draft, nodes in zip(drafts, lacking, strict=True) for node in nodes]
-        tokens = torch.stack([draft.tokens[node] for draft, node in new]).to(lm.device, non_blocking=True)
-        features = self.next_feature(torch.stack([draft.head_output[draft.above[node]] for draft, node in new]))
+        tokens = torch.stack([draft.nodes[node].token for draft, node in new]).to(lm.device, non_blocking=True)
+        features = self.next_feature(torch.stack([draft.head_output[draft.nodes[node].parent] for draft, node in new]))
         segments = []
         parts = behind_committed(committed, tokens, features, [len(nodes) for nodes in lacking])
         for i, (draft, feature_state, nodes, (_, wanted)) in enumerate(
@@ -332,7 +355,7 @@ class PossDrafter(FeatureDrafter[PossState]):
             own_tokens, own_features = parts[i]
             parents = list(range(-1, len(own_tokens) - len(nodes) - 1))
             for node in nodes:
-                parents.append(feature_state.fed[draft.above[node]])
+                parents.append(feature_state.fed[draft.nodes[node].parent])
                 feature_state.fed[node] = feature_state.fed[0] + len(feature_state.fed)
             segments.append(
                 Segment(
@@ -349,7 +372,7 @@ class PossDrafter(FeatureDrafter[PossState]):
         """The committed pairs of the requests whose draft reaches a specialist for the first time, by their places.
         Notes the pending number of the newest of them.
         """
-        feature_states = [self.state_of(state).all()[number] for state in states]
+        feature_states = [self.state_of(state).parts[number] for state in states]
         new = [i for i, feature_state in enumerate(feature_states) if 0 not in feature_state.fed]
         if not new:
             return {}
@@ -359,17 +382,6 @@ class PossDrafter(FeatureDrafter[PossState]):
         pairs = next_pairs(self.lms[number], [feature_states[i] for i in new], [states[i] for i in new], counts, "last")
         return dict(zip(new, pairs, strict=True))
 
-    def _by_owner(self, states: Sequence[Running], frontier: Frontier) -> Iterator[tuple[Running, list[int]]]:
-        """The requests of a frontier, each with its nodes. Notes the parents and the tokens of the nodes."""
-        nodes, above = frontier.nodes.tolist(), frontier.parents.tolist()
-        starts = np.flatnonzero(np.diff(frontier.owners, prepend=-1)).tolist()
-        for first, end in zip(starts, [*starts[1:], len(nodes)], strict=True):
-            state = states[int(frontier.owners[first])]
-            drafter_state = self.state_of(state)
-            drafter_state.above |= dict(zip(nodes[first:end], above[first:end], strict=True))
-            drafter_state.tokens |= dict(zip(nodes[first:end], frontier.tokens[first:end].unbind(0), strict=True))
-            yield state, nodes[first:end]
-
 
 class PossObjective(FeatureObjective):
     """What the trunk learns: EAGLE's losses, or EAGLE-3's.
@@ -378,26 +390,42 @@ class PossObjective(FeatureObjective):
         Huang et al. 2025. https://arxiv.org/abs/2506.03566
     """
 
+    head: PossHead  # type: ignore[assignment]
     options: PossOptions
 
     @property
     def detached(self) -> bool:  # type: ignore[override]
         """As the trunk's objective has it."""
-        return isinstance(self.head, EagleHead)
+        return self.head.of_eagle
+
+    def head_tokens(self, length: int) -> int:
+        # Each specialist runs in its own passes.
+        return super().head_tokens(length) // self.head.num_specialists
+
+    def passes(self) -> Callable[[int, HeadInputs], Float[Tensor, "rows length hidden"]]:
+        """A specialist reads the pairs of all passes before its first one with its own keys and values."""
+        before: list[HeadInputs] = []
+        reader, cache = self.head.reader(0), None
+
+        def run(number: int, inputs: HeadInputs) -> Float[Tensor, "rows length hidden"]:
+            nonlocal reader, cache
+            if number and self.head.specialist(number) != self.head.specialist(number - 1):
+                reader, cache = self.head.reader(self.head.specialist(number)), GroupKeys()
+                for each in before:
+                    reader.prefill(replace(each, cache=cache))
+            before.append(inputs)
+            output: Tensor = reader(inputs if cache is None else replace(inputs, cache=cache))
+            return output
+
+        return run
 
     def auxiliary_loss(
         self, batch: TrainBatch, hidden: Float[Tensor, "rows length hidden"], number: int, places: LearntPositions
     ) -> Float[Tensor, ""] | None:
         """EAGLE's, of a head of EAGLE."""
-        if not isinstance(self.head, EagleHead):
+        if not self.head.of_eagle:
             return None
         return EagleObjective.auxiliary_loss(cast(EagleObjective, self), batch, hidden, number, places)
-
-    def record(self, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """As the trunk is written, with layers 1, 2, ... for the further specialists."""
-        config, tensors = super().record(dtype)
-        named = {_renamed(name): tensor for name, tensor in tensors.items()}
-        return {**config, "architectures": ["PossHead"], KIND: NAME, STRIDE: self.head.stride}, named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,20 +447,15 @@ def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
     return "fc.weight" in bare and "layers.0.mlp.up_proj.weight" in bare and has_specialists(bare)
 
 
-def _unfed(draft: PossState, feature_state: FeatureState, nodes: Sequence[int]) -> list[int]:
+def _unfed(draft: SeveralState, feature_state: FeatureState, nodes: Sequence[int]) -> list[int]:
     """The nodes above some nodes that a specialist has not read yet, parents first."""
     unfed: set[int] = set()
     for node in nodes:
-        above = draft.above[node]
+        above = draft.nodes[node].parent
         while above not in feature_state.fed and above not in unfed:
             unfed.add(above)
-            above = draft.above[above]
+            above = draft.nodes[above].parent
     return sorted(unfed)
-
-
-def _renamed(name: str) -> str:
-    """The name of a tensor in files: `specialists.0.0.mlp` is `layers.1.mlp` there."""
-    return re.sub(r"^specialists\.(\d+)\.0\.", lambda match: f"layers.{int(match[1]) + 1}.", name)
 
 
 SPEC = HeadSpec(

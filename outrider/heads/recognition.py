@@ -33,13 +33,8 @@ def drafter_at(path: str, kinds: Mapping[str, Any]) -> str:
     architectures = config.get("architectures") or []
     if "model_type" in config and any("ForCausalLM" in str(each) or "LMHead" in str(each) for each in architectures):
         return PLAIN
-    heads = ", ".join(name for name, kind in kinds.items() if is_head(kind))
+    heads = ", ".join(name for name, kind in kinds.items() if isinstance(kind, HeadSpec))
     raise InputError(
         f"{path} holds no drafter that is known: its {CONFIG} has the architectures {architectures}; known are causal "
         f"language models of transformers, and {heads}"
     )
-
-
-def is_head(kind: object) -> bool:
-    """Whether a drafter is a head of its own file."""
-    return isinstance(kind, HeadSpec)

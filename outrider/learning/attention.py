@@ -31,7 +31,7 @@ class GroupKeys:
     def update(
         self, keys: Float[Tensor, "rows heads width dim"], values: Float[Tensor, "rows heads width dim"], layer_idx: int
     ) -> tuple[Float[Tensor, "rows heads keys dim"], Float[Tensor, "rows heads keys dim"]]:
-        """Called by attention layers, as `outrider.lm.head.KVCache` says. The newest keys are the last."""
+        """Called by attention layers, as `outrider.lm.slots.head_inputs.KVCache` says. The newest keys are the last."""
         before = self._kept.get(layer_idx)
         if before is None:
             self._context = keys.shape[2]

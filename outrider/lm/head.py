@@ -23,6 +23,7 @@ from outrider.lm.hf.anatomy import Span
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.batch import upload
 from outrider.lm.slots.cache import Probe
+from outrider.lm.slots.head_inputs import HeadInputs
 from outrider.lm.slots.masks import MaskBuilder
 from outrider.lm.slots.slots import Slots
 from outrider.lm.slots.slotted import Inputs, Outputs, SlottedLM
@@ -32,17 +33,6 @@ COMPILED = 64
 _TOLERANCE = 0.1
 """How far a library may be from the head, of the range of what the head says: half precision rounds coarsely."""
 log = logging.getLogger("outrider")
-
-
-@runtime_checkable
-class KVCache(Protocol):
-    """Stores keys and values of a head's attention layers. Drafting uses a slot cache; training uses another."""
-
-    def update(
-        self, keys: Float[Tensor, "rows heads width dim"], values: Float[Tensor, "rows heads width dim"], layer_idx: int
-    ) -> tuple[Float[Tensor, "rows heads keys dim"], Float[Tensor, "rows heads keys dim"]]:
-        """Store the new keys and values of a layer. Returns all keys and values that its queries may see."""
-        ...
 
 
 def attend(
@@ -72,20 +62,8 @@ class HeadModule(Protocol):
     feature_size: int
     vocab_size: int
 
-    def __call__(
-        self,
-        tokens: Int[Tensor, "rows width"],
-        features: Float[Tensor, "rows width dim"] | None,
-        positions: Int[Tensor, "rows width"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-        cache: KVCache,
-    ) -> Float[Tensor, "rows width hidden"]:
-        """The head's output features of each node.
-
-        Args:
-            features: None if the nodes have none, as the unknown positions of a block.
-            mask: Which keys of the cache each node sees, the new ones included.
-        """
+    def __call__(self, inputs: HeadInputs) -> Float[Tensor, "rows width hidden"]:
+        """The head's output features of each node."""
         ...
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
@@ -110,7 +88,7 @@ class EagerHead:
         """The logits, and the output features of all nodes; there are no taps."""
         batch, columns = inputs.batch, inputs.columns
         tokens, features = batch.tokens(self._device), batch.features(self._device, self._dtype)
-        hidden = self._module(tokens, features, inputs.positions, cast(Tensor, inputs.masks), inputs.window)
+        hidden = self._module(_read(inputs, tokens, features))
         wanted = hidden if len(columns) == batch.width else hidden[:, upload([columns], self._device)[0]]
         # Most forwards of prompts want no logits.
         logits = self._module.logits(wanted) if len(columns) else hidden.new_zeros(len(hidden), 0, self._vocab_size)
@@ -247,7 +225,7 @@ class HeadLM(SlottedLM):
         )
         inputs = self._inputs(self._batch([segment]), self._slots.grown([segment]))
         batch_features = features[None] if kind.features else None
-        plain = self.module(tokens[None], batch_features, inputs.positions, inputs.masks, inputs.window)
+        plain = self.module(_read(inputs, tokens[None], batch_features))
         outputs = compiled.run(inputs, kind)
         self.release(slot)
         pairs = [(plain, outputs.features)]
@@ -260,8 +238,22 @@ class HeadLM(SlottedLM):
         """Let the probe record what each layer caches, by a forward of two tokens."""
         positions = torch.arange(2, device=self.device)[None]
         features = torch.zeros(1, 2, self.module.feature_size, dtype=self.dtype, device=self.device)
-        mask = self._builder.masks(None, positions, 2)
-        self.module(torch.zeros_like(positions), features if features.shape[-1] else None, positions, mask, probe)
+        inputs = HeadInputs(
+            tokens=torch.zeros_like(positions),
+            features=features if features.shape[-1] else None,
+            positions=positions,
+            mask=cast(Tensor, self._builder.masks(None, positions, 2)),
+            cache=probe,
+        )
+        self.module(inputs)
+
+
+def _read(
+    inputs: Inputs, tokens: Int[Tensor, "rows width"], features: Float[Tensor, "rows width dim"] | None
+) -> HeadInputs:
+    """What a head reads of the inputs of a forward, and of the tokens and features of its batch."""
+    masks = cast(Tensor, inputs.masks)
+    return HeadInputs(tokens=tokens, features=features, positions=inputs.positions, mask=masks, cache=inputs.window)
 
 
 def suited(target: Forward, module: nn.Module) -> Forward:

@@ -25,9 +25,9 @@ from outrider.handoff.checks import transformers as transformers_check
 from outrider.handoff.export import LAUNCH, export
 from outrider.handoff.order import ExportRequest
 from outrider.handoff.source import as_folder
-from outrider.heads.parts.block_exports import exported_config
-from outrider.heads.parts.block_formats import AttentionSpan, CheckpointHints, block_config
+from outrider.heads.parts.block_config import AttentionSpan, CheckpointHints
 from outrider.heads.spec import HeadSpec
+from outrider.heads.trunks.blocks import BlockHead
 from outrider.lm.hf.checkpoint import TargetShape
 from outrider.lm.hf.open import open_model
 from outrider.lm.model import LanguageModel
@@ -122,6 +122,12 @@ def ordered(to: str, target: Path, drafter: str, out: Path, **more) -> ExportReq
     return ExportRequest(
         to=to, target=str(target), drafter=drafter, out=out, **{"measure": False, "device": "cpu"} | more
     )
+
+
+def exported(head: BlockHead, engine: str) -> dict[str, object]:
+    """The config of a head for an engine."""
+    shape = TargetShape(num_layers=8, hidden_size=32, vocab_size=VOCAB, taps=head.config.taps)
+    return head.exported(engine, shape, torch.float32, "org/target")[0]
 
 
 def texts_in(folder: Path) -> dict[str, str]:
@@ -258,12 +264,12 @@ def test_a_dflash_2_head_has_the_names_and_keys_that_vllm_reads(heads, target, t
 
 
 def test_blocks_whose_anchor_guesses_are_refused_where_vllm_would_read_them_otherwise(model):
-    config = head_learner("dspark", model, depth=DEPTH, **OPTIONS["dspark"]).head.config
-    shape = TargetShape(num_layers=8, hidden_size=32, vocab_size=VOCAB, taps=config.taps)
-    assert config.from_anchor
-    assert exported_config(config, "vllm", shape, "org/target")["sample_from_anchor"] is True
+    head = head_learner("dspark", model, depth=DEPTH, **OPTIONS["dspark"]).head
+    assert head.config.from_anchor
+    assert exported(head, "vllm")["sample_from_anchor"] is True
+    around = TargetInfo.of(LanguageModel(model, max_slots=1), None)
     with pytest.raises(InputError, match="the anchor's position does; train one: outrider train dflash"):
-        exported_config(replace(config, method="dflash"), "vllm", shape, "org/target")
+        exported(block_head("dflash", around, from_anchor=True), "vllm")
 
 
 def test_every_kind_has_a_way_or_a_nearest_one():
@@ -274,11 +280,10 @@ def test_every_kind_has_a_way_or_a_nearest_one():
 
 
 def test_sequential_heads_that_no_engine_has_are_refused(model, target, tmp_path):
-    config = head_learner("dspark", model, depth=DEPTH, markov="rnn", **OPTIONS["dspark"]).head.config
-    shape = TargetShape(num_layers=8, hidden_size=32, vocab_size=VOCAB, taps=config.taps)
+    head = head_learner("dspark", model, depth=DEPTH, markov="rnn", **OPTIONS["dspark"]).head
     with pytest.raises(InputError, match="outrider train dspark --markov vanilla"):
-        exported_config(config, "vllm", shape, "org/target")
-    assert exported_config(config, "sglang", shape, "org/target")["markov_head_type"] == "rnn"
+        exported(head, "vllm")
+    assert exported(head, "sglang")["markov_head_type"] == "rnn"
 
 
 @pytest.mark.parametrize(
@@ -294,22 +299,22 @@ def test_sequential_heads_that_no_engine_has_are_refused(model, target, tmp_path
 def test_what_a_block_sees_is_said_so_that_vllm_reads_the_same(sights, keys, model):
     """Without keys the layout is that of speculators, whose one key would make all layers causal."""
     around = TargetInfo.of(LanguageModel(model, max_slots=1), None)
-    config = block_head("dflash", around).config
+    head = block_head("dflash", around)
+    config = head.config
     for layer, sight in enumerate(sights):
         config.layers.layer_types = [*(config.layers.layer_types or ["full_attention"] * 2)]
         config.layers.layer_types[layer] = "full_attention" if sight.window is None else "sliding_attention"
         config.layers.sliding_window = sight.window or config.layers.sliding_window
-    config = type(config)(**{**vars(config), "sights": sights})
-    shape = TargetShape(num_layers=8, hidden_size=32, vocab_size=VOCAB, taps=config.taps)
-    found = exported_config(config, "vllm", shape, "org/target")
-    assert block_config(found, "there", CheckpointHints()).sights == sights
+    head.config = replace(config, sights=sights)
+    written = exported(head, "vllm")
+    assert head.read_config(written, "there", CheckpointHints()).sights == sights
     if keys is None:
-        assert found["sliding_window_non_causal"] is True
+        assert written["sliding_window_non_causal"] is True
         return
-    assert "speculators_config" not in found
-    assert (found.get("is_causal"), found["dflash_config"].get("causal")) == keys
-    assert found["dflash_config"]["target_layer_ids"] == [tap - 1 for tap in config.taps]
-    assert found["sample_from_anchor"] is False
+    assert "speculators_config" not in written
+    assert (written.get("is_causal"), written["dflash_config"].get("causal")) == keys
+    assert written["dflash_config"]["target_layer_ids"] == [tap - 1 for tap in config.taps]
+    assert written["sample_from_anchor"] is False
 
 
 def test_the_launch_of_vllm_says_every_key(target, heads, tmp_path):

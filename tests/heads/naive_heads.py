@@ -25,35 +25,35 @@ def turned(states: Tensor, theta: float) -> Tensor:
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1)
 
 
-def attention(tensors: Tensors, name: str, given: Tensor, layer: Mapping[str, Any]) -> Tensor:
+def attention(tensors: Tensors, name: str, states: Tensor, layer: Mapping[str, Any]) -> Tensor:
     heads, shared = layer["num_attention_heads"], layer["num_key_value_heads"]
 
     def part(letter: str, count: int) -> Tensor:
-        made = given @ tensors[f"{name}.{letter}_proj.weight"].T + tensors.get(f"{name}.{letter}_proj.bias", 0)
-        made = made.view(len(given), count, -1)
+        heads_of = states @ tensors[f"{name}.{letter}_proj.weight"].T + tensors.get(f"{name}.{letter}_proj.bias", 0)
+        heads_of = heads_of.view(len(states), count, -1)
         weight = tensors.get(f"{name}.{letter}_norm.weight")
-        return made if weight is None else normed(made, weight)
+        return heads_of if weight is None else normed(heads_of, weight)
 
     queries, keys, values = part("q", heads), part("k", shared), part("v", shared)
     queries, keys = turned(queries, layer["rope_theta"]), turned(keys, layer["rope_theta"])
-    before, found = torch.ones(len(given), len(given)).tril().bool(), []
+    before, outputs = torch.ones(len(states), len(states)).tril().bool(), []
     for head in range(heads):
-        own = head // (heads // shared)
-        scores = queries[:, head] @ keys[:, own].T / queries.shape[-1] ** 0.5
-        found.append(scores.masked_fill(~before, -torch.inf).softmax(-1) @ values[:, own])
-    return torch.cat(found, -1) @ tensors[f"{name}.o_proj.weight"].T
+        shared_head = head // (heads // shared)
+        scores = queries[:, head] @ keys[:, shared_head].T / queries.shape[-1] ** 0.5
+        outputs.append(scores.masked_fill(~before, -torch.inf).softmax(-1) @ values[:, shared_head])
+    return torch.cat(outputs, -1) @ tensors[f"{name}.o_proj.weight"].T
 
 
-def feed_forward(tensors: Tensors, name: str, given: Tensor) -> Tensor:
-    gate = given @ tensors[f"{name}.gate_proj.weight"].T
-    up = given @ tensors[f"{name}.up_proj.weight"].T
+def feed_forward(tensors: Tensors, name: str, states: Tensor) -> Tensor:
+    gate = states @ tensors[f"{name}.gate_proj.weight"].T
+    up = states @ tensors[f"{name}.up_proj.weight"].T
     return (gate * torch.sigmoid(gate) * up) @ tensors[f"{name}.down_proj.weight"].T
 
 
 def plain_layer(tensors: Tensors, name: str, hidden: Tensor, layer: Mapping[str, Any]) -> Tensor:
     weight = tensors.get(f"{name}.input_layernorm.weight")
-    given = hidden if weight is None else normed(hidden, weight)
-    hidden = hidden + attention(tensors, f"{name}.self_attn", given, layer)
+    states = hidden if weight is None else normed(hidden, weight)
+    hidden = hidden + attention(tensors, f"{name}.self_attn", states, layer)
     after = normed(hidden, tensors[f"{name}.post_attention_layernorm.weight"])
     return hidden + feed_forward(tensors, f"{name}.mlp", after)
 
@@ -67,8 +67,8 @@ class NaiveEagle:
     ends: EmbeddingAndHead
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        own = self.tensors.get("embed_tokens.weight")
-        return self.ends.embed(tokens) if own is None else own[tokens]
+        table = self.tensors.get("embed_tokens.weight")
+        return self.ends.embed(tokens) if table is None else table[tokens]
 
     def feature(self, states: Tensor) -> Tensor:
         return self.ends.norm(states)

@@ -19,15 +19,17 @@ class NaiveGriffin(NaiveEagle):
     """GRIFFIN."""
 
     def step(self, tokens: Tensor, features: Tensor, number: int, depth: int) -> Step:
-        own, size = self.tensors, self.layer["hidden_size"]
+        tensors, size = self.tensors, self.layer["hidden_size"]
         embedded = self.embedded(tokens)
-        fused = torch.cat([embedded, features], -1) @ own["fc.fc.weight"].T + own["fc.fc.bias"]
-        norm = own["fc.mlp.input_layernorm.weight"]
-        left = normed(normed(fused, own["fc.post_attention_layernorm.weight"]), norm)
-        up = torch.cat([left, normed(embedded, norm)], -1) @ own["fc.mlp.up_proj.weight"].T
-        fused = fused + (up * torch.sigmoid(up)) @ own["fc.mlp.down_proj.weight"].T
-        hidden = fused + attention(own, "layers.0.self_attn", fused, self.layer)
-        both = feed_forward(own, "layers.0.mlp", normed(hidden, own["layers.0.post_attention_layernorm.weight"]))
+        fused = torch.cat([embedded, features], -1) @ tensors["fc.fc.weight"].T + tensors["fc.fc.bias"]
+        norm = tensors["fc.mlp.input_layernorm.weight"]
+        left = normed(normed(fused, tensors["fc.post_attention_layernorm.weight"]), norm)
+        up = torch.cat([left, normed(embedded, norm)], -1) @ tensors["fc.mlp.up_proj.weight"].T
+        fused = fused + (up * torch.sigmoid(up)) @ tensors["fc.mlp.down_proj.weight"].T
+        hidden = fused + attention(tensors, "layers.0.self_attn", fused, self.layer)
+        both = feed_forward(
+            tensors, "layers.0.mlp", normed(hidden, tensors["layers.0.post_attention_layernorm.weight"])
+        )
         return self.logits(hidden + both[:, :size])[-1], (hidden + both[:, size:])[-1:]
 
 
@@ -41,12 +43,12 @@ class NaiveJakiro(NaiveEagle):
     def step(self, tokens: Tensor, features: Tensor, number: int, depth: int) -> Step:
         if number and number == depth - 1:
             return self.logits(self.further), features[-1:]
-        own = self.tensors
-        fused = torch.cat([self.embedded(tokens), features], -1) @ own["fc.weight"].T + own["fc.bias"]
-        hidden = fused + attention(own, "layers.0.self_attn", fused, self.layer)
-        states = normed(hidden, own["layers.0.post_attention_layernorm.weight"])[-1]
-        last, e = hidden[-1], [feed_forward(own, f"layers.0.mlp_moe.experts.{i}", states) for i in range(2)]
-        a, b, c, d = (own["layers.0.mlp_moe.gate.weight"] @ states).tolist()
+        tensors = self.tensors
+        fused = torch.cat([self.embedded(tokens), features], -1) @ tensors["fc.weight"].T + tensors["fc.bias"]
+        hidden = fused + attention(tensors, "layers.0.self_attn", fused, self.layer)
+        states = normed(hidden, tensors["layers.0.post_attention_layernorm.weight"])[-1]
+        last, e = hidden[-1], [feed_forward(tensors, f"layers.0.mlp_moe.experts.{i}", states) for i in range(2)]
+        a, b, c, d = (tensors["layers.0.mlp_moe.gate.weight"] @ states).tolist()
         w = torch.tensor([a, b]).softmax(-1)
         high, low = torch.tensor([c, d]).softmax(-1).tolist() if c > d else torch.tensor([d, c]).softmax(-1).tolist()
         first, second = (0, 1) if c > d else (1, 0)
@@ -71,12 +73,14 @@ class NaivePoss:
 
     def parent(self, number: int) -> NaiveEagle:
         shared = {name: tensor for name, tensor in self.tensors.items() if not name.startswith("layers.")}
-        own = {n.replace(f"layers.{number}.", "layers.0."): t for n, t in self.tensors.items() if f"ers.{number}." in n}
-        fused = "layers.0.hidden_norm.weight" in own
+        tensors = {
+            n.replace(f"layers.{number}.", "layers.0."): t for n, t in self.tensors.items() if f"ers.{number}." in n
+        }
+        fused = "layers.0.hidden_norm.weight" in tensors
         return (
-            NaiveEagle3(shared | own, self.layer, self.ends, {})
+            NaiveEagle3(shared | tensors, self.layer, self.ends, {})
             if fused
-            else NaiveEagle(shared | own, self.layer, self.ends)
+            else NaiveEagle(shared | tensors, self.layer, self.ends)
         )
 
     def feature(self, states: Tensor) -> Tensor:

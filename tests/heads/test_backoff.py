@@ -28,29 +28,29 @@ def naive(order: int, least: int, context: tuple[int, ...], token: int) -> float
     """The formula, from dictionaries of counts."""
     context = context[len(context) - order + 1 :] if order > 1 else ()
     singles = Counter(int(t) for text in texts() for t in text)
-    found = (singles[token] + 1) / (sum(singles.values()) + VOCAB)
+    probability = (singles[token] + 1) / (sum(singles.values()) + VOCAB)
     for length in range(1, len(context) + 1):
-        given = context[len(context) - length :]
+        prefix = context[len(context) - length :]
         counts = Counter(
             tuple(text[i : i + length + 1].tolist()) for text in texts() for i in range(len(text) - length)
         )
         kept = {gram for gram, count in counts.items() if count >= least}
         if length > 1:
             shorter = Counter(tuple(text[i : i + length].tolist()) for text in texts() for i in range(len(text)))
-            if shorter[given] < least:
+            if shorter[prefix] < least:
                 break
             # Longer n-grams are counted behind n-grams that were kept.
             kept = {gram for gram in kept if shorter[gram[:-1]] >= least}
             counts = Counter({gram: count for gram, count in counts.items() if shorter[gram[:-1]] >= least})
         once, twice = (sum(count == n for count in counts.values()) for n in (1, 2))
         discount = once / (once + 2 * twice) if once and twice else USUAL_DISCOUNT
-        total = sum(count for gram, count in counts.items() if gram[:-1] == given)
+        total = sum(count for gram, count in counts.items() if gram[:-1] == prefix)
         if not total:
             continue
-        rest = 1 - sum((counts[gram] - discount) / total for gram in kept if gram[:-1] == given)
-        own = (counts[(*given, token)] - discount) / total if (*given, token) in kept else 0.0
-        found = own + rest * found
-    return found
+        rest = 1 - sum((counts[gram] - discount) / total for gram in kept if gram[:-1] == prefix)
+        seen = (counts[(*prefix, token)] - discount) / total if (*prefix, token) in kept else 0.0
+        probability = seen + rest * probability
+    return probability
 
 
 @pytest.mark.parametrize("least", [1, 2])

@@ -19,11 +19,12 @@ from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.heads.objective import HeadContext
-from outrider.heads.parts.block_formats import SPECULATORS, AttentionSpan, CheckpointHints, block_config
+from outrider.heads.parts.block_config import AttentionSpan, BlockConfig, CheckpointHints
 from outrider.heads.trunks.blocks import BlockHead
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.checkpoint import Checkpoint
 from outrider.lm.model import LanguageModel
+from outrider.lm.slots.head_inputs import HeadInputs
 from outrider.lm.target_info import TargetInfo
 from tests.world.block_checkpoints import (
     BLOCK,
@@ -56,8 +57,8 @@ class Recorded(Drafter):
     drafted: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def __getattribute__(self, name):
-        own = ("inner", "guesses", "drafted", "begin", "expand", "chain", "__class__", "__dict__")
-        return object.__getattribute__(self, name) if name in own else getattr(self.inner, name)
+        ours = ("inner", "guesses", "drafted", "begin", "expand", "chain", "__class__", "__dict__")
+        return object.__getattribute__(self, name) if name in ours else getattr(self.inner, name)
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]):
         guess = self.inner.begin(states, depths)
@@ -113,8 +114,14 @@ def read(place: str, model: PreTrainedModel) -> BlockHead:
 
 def write(head: BlockHead, folder: Path, model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
     """Write a head as training does."""
-    spec = BLOCKS[head.method]
+    spec = BLOCKS[head.name]
     spec.objective(head, spec.options(), HeadContext(target=model, dtype=dtype)).write(folder)
+
+
+def sizes_in(config: dict, **answers: object) -> BlockConfig:
+    """The sizes in a config, read by the head that it is one of."""
+    [spec] = [spec for spec in BLOCKS.values() if spec.published(config, ())]
+    return spec.head.read_config(config, "here", CheckpointHints(**answers))
 
 
 def kind_in(place: str) -> str:
@@ -125,18 +132,18 @@ def kind_in(place: str) -> str:
 @pytest.mark.parametrize(("tree", "verifier"), [("chain", "block"), ("dynamic:width=2,num_nodes=6", "match")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_of_each_layout_guesses_what_a_naive_reference_guesses(tmp_path, kind, tree, verifier):
-    made, model = checkpoints(VOCAB)[kind], tiny("llama")
+    checkpoint, model = checkpoints(VOCAB)[kind], tiny("llama")
     lm = LanguageModel(model, max_slots=3)
-    busy = engine(bound(made.save(tmp_path / kind), lm), lm, tree, verifier)
+    busy = engine(bound(checkpoint.save(tmp_path / kind), lm), lm, tree, verifier)
     dice = np.random.default_rng(0)
     busy.generate([dice.integers(3, VOCAB, size=n).tolist() for n in (4, 11)], max_new_tokens=6, sampling=GREEDY)
-    found = busy.parts.drafter.guesses
-    assert {len(drafted) for _, drafted in found} == set(range(BLOCK - 1))
+    guesses = busy.parts.drafter.guesses
+    assert {len(drafted) for _, drafted in guesses} == set(range(BLOCK - 1))
     ends = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
-    for (text, drafted), row in list(found.items())[::3]:
+    for (text, drafted), row in list(guesses.items())[::3]:
         with torch.no_grad():
             seen = model(torch.tensor([text[:-1]]), use_cache=False, output_hidden_states=True).hidden_states
-        expected = guess_logits(made, tuple(each[0] for each in seen), text, drafted, *ends)
+        expected = guess_logits(checkpoint, tuple(each[0] for each in seen), text, drafted, *ends)
         assert torch.equal(row.isfinite(), expected.isfinite())
         difference = float((row - expected)[row.isfinite()].abs().max())
         # Rotary frequencies are made in float32.
@@ -145,8 +152,8 @@ def test_a_checkpoint_of_each_layout_guesses_what_a_naive_reference_guesses(tmp_
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_that_is_written_and_read_again_is_the_same(tmp_path, kind):
-    made, model = checkpoints(VOCAB)[kind], tiny("llama")
-    head, folder = read(made.save(tmp_path / kind), model), tmp_path / "again" / kind
+    checkpoint, model = checkpoints(VOCAB)[kind], tiny("llama")
+    head, folder = read(checkpoint.save(tmp_path / kind), model), tmp_path / "again" / kind
     write(head, folder, model)
     again = read(str(folder), model)
     assert replace(head.config, layers=again.config.layers) == again.config
@@ -183,13 +190,13 @@ def test_the_written_files_have_the_names_and_keys_that_vllm_reads(monkeypatch, 
     monkeypatch.undo()
     model = tiny("llama")
     for kind in ("dflash", "dspark-rnn"):
-        made = checkpoints(VOCAB)[kind]
-        write(read(made.save(tmp_path / kind), model), tmp_path / "out", model, torch.bfloat16)
+        checkpoint = checkpoints(VOCAB)[kind]
+        write(read(checkpoint.save(tmp_path / kind), model), tmp_path / "out", model, torch.bfloat16)
         tensors = load_file(tmp_path / "out" / "model.safetensors")
-        assert tensors.keys() == made.tensors.keys()
+        assert tensors.keys() == checkpoint.tensors.keys()
         assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
         config = json.loads((tmp_path / "out" / "config.json").read_text())
-        assert config["architectures"] == [SPECULATORS[kind.split("-")[0]]]
+        assert config["architectures"] == [BLOCKS[kind.split("-")[0]].head.speculators]
         assert config["torch_dtype"] == "bfloat16"
         assert config["sliding_window_non_causal"] is True
         if kind == "dspark-rnn":
@@ -198,16 +205,16 @@ def test_the_written_files_have_the_names_and_keys_that_vllm_reads(monkeypatch, 
         assert config["aux_hidden_state_layer_ids"] == [2, 1]
         assert config["transformer_layer_config"]["model_type"] == "qwen3"
         assert config["transformer_layer_config"]["vocab_size"] == VOCAB
-        told = config["speculators_config"]
-        assert told["proposal_methods"][0]["speculative_tokens"] == (BLOCK if kind == "dspark-rnn" else BLOCK - 1)
-        assert told["verifier"]["architectures"] == ["LlamaForCausalLM"]
+        written = config["speculators_config"]
+        assert written["proposal_methods"][0]["speculative_tokens"] == (BLOCK if kind == "dspark-rnn" else BLOCK - 1)
+        assert written["verifier"]["architectures"] == ["LlamaForCausalLM"]
 
 
 def refused(folder: Path, config: dict, tensors: dict | None = None, drafter: str = "dflash", **answers) -> str:
     """The sentence that a user reads."""
-    made = replace(checkpoints(VOCAB)["dflash"], config=config)
-    made.tensors = made.tensors if tensors is None else tensors
-    place = made.save(folder / drafter)
+    checkpoint = replace(checkpoints(VOCAB)["dflash"], config=config)
+    checkpoint.tensors = checkpoint.tensors if tensors is None else tensors
+    place = checkpoint.save(folder / drafter)
     with pytest.raises(InputError) as error:
         bound(place, LanguageModel(tiny("llama"), max_slots=1), **answers)
     return str(error.value)
@@ -217,9 +224,9 @@ def test_what_a_file_leaves_open_is_asked_or_decided_by_the_rest_of_the_file(tmp
     tensors = {**trunk(2, VOCAB), **markov("vanilla", VOCAB, VOCAB)}
     flat = authors("Qwen3DSparkModel", VOCAB, block_size=BLOCK, target_layer_ids=[0, 1], mask_token_id=MASK)
     flat["markov_rank"] = 6
-    said = refused(tmp_path, flat, tensors, "dspark")
-    assert "does not say whether the anchor's position" in said
-    assert "sample_from_anchor=true or sample_from_anchor=false" in said
+    sentence = refused(tmp_path, flat, tensors, "dspark")
+    assert "does not say whether the anchor's position" in sentence
+    assert "sample_from_anchor=true or sample_from_anchor=false" in sentence
     lm = LanguageModel(tiny("llama"), max_slots=1)
     for answer in (True, False):
         assert bound(str(tmp_path / "dspark"), lm, sample_from_anchor=answer).from_anchor is answer
@@ -253,10 +260,12 @@ def block_rows(head, size: int) -> torch.Tensor:
     count, cache = 6, Kept()
     features = torch.randn(1, count, head.feature_size, generator=torch.Generator().manual_seed(1)).double()
     places = torch.arange(count + size)[None]
-    head(places[:, :count], features, places[:, :count], torch.ones(1, 1, count, count, dtype=torch.bool), cache)
+    before, sees = places[:, :count], torch.ones(1, 1, count, count, dtype=torch.bool)
+    head(HeadInputs(tokens=before, features=features, positions=before, mask=sees, cache=cache))
     tokens = torch.tensor([[9] + [MASK] * (size - 1)])
     mask = torch.ones(1, 1, size, count + size, dtype=torch.bool)
-    return head(tokens, None, places[:, count:], mask, cache)[0, 1:]
+    block = HeadInputs(tokens=tokens, features=None, positions=places[:, count:], mask=mask, cache=cache)
+    return head(block)[0, 1:]
 
 
 @pytest.mark.parametrize("kind", ["dflash-z-lab", "dflash-swa", "dspark-deepspec", *CAUSAL])
@@ -281,9 +290,9 @@ def test_a_file_that_leaves_open_whether_blocks_are_causal_is_refused_with_the_q
         (authors("Qwen3DFlashDraftModel", VOCAB, {**inner, "causal": False}, is_causal=True), "says both", [True] * 3),
     ):
         with pytest.raises(InputError, match=f"{says}.*say causal=true"):
-            block_config(config, "here", CheckpointHints())
+            sizes_in(config)
         for answer in (True, False):
-            sights = block_config(config, "here", CheckpointHints(causal=answer)).sights or (AttentionSpan(),) * 3
+            sights = sizes_in(config, causal=answer).sights or (AttentionSpan(),) * 3
             assert [sight.causal for sight in sights] == [answer and each for each in causal]
     place = checkpoints(VOCAB)["dflash"]
     place.config = speculators("dflash", VOCAB, sliding_window_non_causal=False)
@@ -302,12 +311,15 @@ def test_a_file_that_says_whether_blocks_are_causal_is_not_asked():
         (speculators("dflash", VOCAB, sliding_window_non_causal=True), False),
         (speculators("dflash", VOCAB), False),
     ):
-        sights = block_config(config, "here", CheckpointHints(causal=not causal)).sights
+        sights = sizes_in(config, causal=not causal).sights
         assert sights == ((AttentionSpan(causal=True),) * 3 if causal else ())
 
 
 WRONG = {
-    "DFlash 2": (speculators("dflash", VOCAB, selector_rank=8), "DFlash 2 head"),
+    "DFlash 2": (
+        speculators("dflash", VOCAB, selector_rank=8),
+        "has selector_rank, which is not known of dflash heads",
+    ),
     "DFly": (authors("Qwen3DFlyModel", VOCAB, target_layer_ids=[0]), "is a DFly head, which is not supported"),
     "LiLiCorr": (
         authors("LiLiCorrDraftModel", VOCAB, {"target_layer_ids": [0], "lilicorr_enabled": True}),
@@ -319,10 +331,10 @@ WRONG = {
     ),
     "unknown projector": (
         authors("DFlashDraftModel", VOCAB, {"target_layer_ids": [0], "projector_type": "mamba"}),
-        "the projector 'mamba'",
+        "is no dflash head: its config names 'mamba'; give its path alone",
     ),
     "domino": (speculators("dflash", VOCAB, projector_type="domino"), "the projector 'domino'"),
-    "other": ({"architectures": ["LlamaForCausalLM"]}, "describes no head of dflash, jetspec, dflare, dspark"),
+    "other": ({"architectures": ["LlamaForCausalLM"]}, "is no dflash head: its config names 'LlamaForCausalLM'"),
     "kind": (speculators("dspark", VOCAB, sample_from_anchor=True, markov_rank=0), "markov_rank must be >= 1"),
     "gru": (
         speculators("dspark", VOCAB, sample_from_anchor=True, markov_rank=6, markov_head_type="gru"),
@@ -379,9 +391,9 @@ WRONG = {
 def test_a_config_that_does_not_fit_gets_one_sentence(tmp_path, case):
     config, message = WRONG[case]
     tensors = trunk(4, VOCAB) if case == "width" else None
-    said = refused(tmp_path, config, tensors, drafter="dspark" if case in ("kind", "gru") else "dflash")
-    assert message in said
-    assert "\n" not in said
+    sentence = refused(tmp_path, config, tensors, drafter="dspark" if case in ("kind", "gru") else "dflash")
+    assert message in sentence
+    assert "\n" not in sentence
 
 
 def test_a_head_that_the_layout_cannot_describe_is_not_written(tmp_path):
@@ -403,9 +415,9 @@ def test_tensors_that_do_not_fit_get_one_sentence(tmp_path):
         tmp_path, config, {**whole, "more.weight": torch.ones(3)}
     )
     assert "fc.weight is of another shape" in refused(tmp_path, config, trunk(3, VOCAB))
-    own = trunk(2, VOCAB, own=True)
+    separate = trunk(2, VOCAB, separate=True)
     assert "has no list (d2t)" in refused(
-        tmp_path, config, {name: tensor for name, tensor in own.items() if name != "d2t"}
+        tmp_path, config, {name: tensor for name, tensor in separate.items() if name != "d2t"}
     )
     whole |= {
         "lm_head.weight": torch.randn(VOCAB + 3, HIDDEN).double(),
@@ -413,16 +425,16 @@ def test_tensors_that_do_not_fit_get_one_sentence(tmp_path):
     }
     wide = replace(checkpoints(VOCAB)["dflash"], tensors=whole).save(tmp_path / "dflash-wide")
     assert bound(wide, LanguageModel(tiny("llama"), max_slots=1)).short_list is None
-    assert "d2t) of the head" in refused(tmp_path, config, {**own, "d2t": own["d2t"] + 1})
+    assert "d2t) of the head" in refused(tmp_path, config, {**separate, "d2t": separate["d2t"] + 1})
     small = speculators("dflash", VOCAB)
     small["transformer_layer_config"]["vocab_size"] = VOCAB - 1
     assert f"knows {VOCAB - 1} tokens, and this target has {VOCAB}" in refused(tmp_path, small)
 
 
 def test_the_head_of_another_method_names_the_drafter_that_fits(tmp_path):
-    made = checkpoints(VOCAB)["dflash"]
-    made.save(tmp_path / "dflare")
-    with pytest.raises(InputError, match="is a dflash head; use drafter dflash"):
+    checkpoint = checkpoints(VOCAB)["dflash"]
+    checkpoint.save(tmp_path / "dflare")
+    with pytest.raises(InputError, match="is no dflare head: its config names 'dflash'; give its path alone"):
         bound(str(tmp_path / "dflare"), LanguageModel(tiny("llama"), max_slots=1))
 
 

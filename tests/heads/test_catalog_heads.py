@@ -53,8 +53,8 @@ def learner(kind: str, **options: Any) -> HeadObjective:
     return spec.learner(spec.options(**options), HeadContext(target=target(), documents=documents(), depth=DEPTH))
 
 
-def weights(made: HeadObjective) -> Mapping[str, torch.Tensor]:
-    return made.head.state_dict()
+def weights(objective: HeadObjective) -> Mapping[str, torch.Tensor]:
+    return objective.head.state_dict()
 
 
 def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
@@ -63,14 +63,14 @@ def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> 
 
 @every_head
 def test_a_head_that_is_written_is_recognised_and_guesses_the_same_when_read(kind, tmp_path):
-    made, text = moved(learner(kind)), documents(1)[0].tokens.tolist()
-    made.write(tmp_path)
+    objective, text = moved(learner(kind)), documents(1)[0].tokens.tolist()
+    objective.write(tmp_path)
     path = catalog.make("drafter", str(tmp_path))
     assert catalog.name_of(path) == kind
     lm = LanguageModel(target(), max_slots=2)
     around = TargetInfo.of(lm, None)
     read = forced_guesses(path.bind(around), lm, text, 4, DEPTH)
-    here = forced_guesses(spec_of(kind).drafter.of(made.head, around, path), lm, text, 4, DEPTH)
+    here = forced_guesses(spec_of(kind).drafter.of(objective.head, around, path), lm, text, 4, DEPTH)
     assert read.keys() == here.keys() != set()
     for place, row in here.items():
         torch.testing.assert_close(read[place], row, rtol=1e-5, atol=1e-5)
@@ -101,13 +101,13 @@ def test_sampling_with_a_written_head_keeps_the_law(kind, tmp_path):
 
 @every_head
 def test_the_loss_falls_in_twenty_steps(kind, tmp_path):
-    made = learner(kind)
+    objective = learner(kind)
     with torch.no_grad():
-        first = made(batch())
+        first = objective(batch())
     more = asdict(SETTINGS) | {"steps": 20, "keep_best": False}
-    train(made, repeated(batch()), TrainSettings(**more), tmp_path)
+    train(objective, repeated(batch()), TrainSettings(**more), tmp_path)
     with torch.no_grad():
-        last = made(batch())
+        last = objective(batch())
     assert float(last.total / last.weight) < 0.95 * float(first.total / first.weight), (first, last)
 
 
@@ -117,10 +117,10 @@ def test_a_run_that_stopped_goes_on_bit_for_bit(kind, tmp_path):
     train(learner(kind), repeated(batch()), SETTINGS, tmp_path / "alone", watch)
     stopped, forward = learner(kind), type(learner(kind)).forward
 
-    def stopping(given):
-        if given.step == 3:
+    def stopping(train_batch):
+        if train_batch.step == 3:
             raise KeyboardInterrupt
-        return forward(stopped, given)
+        return forward(stopped, train_batch)
 
     stopped.forward = stopping
     with pytest.raises(KeyboardInterrupt):
@@ -134,9 +134,9 @@ def test_a_run_that_stopped_goes_on_bit_for_bit(kind, tmp_path):
 
 @every_head
 def test_a_head_on_disk_trains_further_and_says_its_sizes_itself(kind, tmp_path):
-    made = moved(learner(kind))
-    made.write(tmp_path)
-    assert same(weights(learner(kind, init_from=str(tmp_path))), weights(made))
+    objective = moved(learner(kind))
+    objective.write(tmp_path)
+    assert same(weights(learner(kind, init_from=str(tmp_path))), weights(objective))
     options = spec_of(kind).options
     sizes = options.of_kinds(SIZE)
     fixed = {each.name: each.default for each in fields(options) if each.name in sizes}
@@ -154,10 +154,10 @@ def test_a_size_of_another_value_is_refused_beside_a_head_on_disk():
 @every_head
 def test_what_a_run_must_keep_is_json_and_has_every_option_that_changes_the_head(kind):
     options = spec_of(kind).options
-    found = options(init_from="there").identity()
-    assert json.loads(json.dumps(found)) == found
-    assert found.keys() == {name for name, bounds in bounds_of(options).items() if bounds.kind in (SIZE, LOSS)}
-    assert found["init_from"] == "there"
+    identity = options(init_from="there").identity()
+    assert json.loads(json.dumps(identity)) == identity
+    assert identity.keys() == {name for name, bounds in bounds_of(options).items() if bounds.kind in (SIZE, LOSS)}
+    assert identity["init_from"] == "there"
 
 
 @every_head
@@ -176,10 +176,10 @@ def test_the_help_of_its_command_shows_every_option_with_its_words(kind, monkeyp
 def test_an_option_that_does_not_fit_is_refused_before_anything_is_read(kind, monkeypatch, capsys, tmp_path: Path):
     place = tmp_path / "out"
     texts = ("--target", "nowhere", "--data", "nowhere", "--out", str(place))
-    for wrong, said in (
+    for wrong, message in (
         (("--divergence", "kl"), "unknown divergence 'kl'"),
         (("--no-such-option", "1"), "No such option: --no-such-option"),
     ):
         status, _, err = run(monkeypatch, capsys, "train", kind, *texts, *wrong)
-        assert (status, said in " ".join(err.split())) == (2, True), err
+        assert (status, message in " ".join(err.split())) == (2, True), err
     assert not place.exists()

@@ -51,9 +51,9 @@ def around() -> TargetInfo:
     return TargetInfo.of(target(1), None)
 
 
-def places(found: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places(config: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The keys of everything in a config."""
-    parts = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
+    parts = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
     for key, each in parts:
         yield (*above, key)
         yield from places(each, (*above, key))
@@ -83,8 +83,8 @@ def changed_config(config: dict[str, Any], dice: random.Random) -> dict[str, Any
 
 def changed_tensors(tensors: dict[str, Tensor], dice: random.Random) -> dict[str, Tensor]:
     """The tensors with one that is damaged, missing, foreign, or of another kind."""
-    found, name = dict(tensors), dice.choice(sorted(tensors))
-    old = found.pop(name)
+    damaged, name = dict(tensors), dice.choice(sorted(tensors))
+    old = damaged.pop(name)
     ways = {
         "missing": {},
         "renamed": {f"{name}x": old},
@@ -104,7 +104,7 @@ def changed_tensors(tensors: dict[str, Tensor], dice: random.Random) -> dict[str
         "single": {name: old.flatten()[0]},
         "negative": {name: old if old.dtype is torch.bool else -old},
     }
-    return found | dice.choice(list(ways.values()))
+    return damaged | dice.choice(list(ways.values()))
 
 
 def saved(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
@@ -138,13 +138,13 @@ def test_a_damaged_head_loads_or_is_refused_in_one_sentence(tmp_path, monkeypatc
         except Exception as error:
             raise AssertionError(f"mutation {number} of {kind}: {type(error).__name__}: {error}") from error
     assert 0 < len(refused) < MUTATIONS
-    assert not [said for said in refused if "\n" in said or len(said) > 1000]
+    assert not [sentence for sentence in refused if "\n" in sentence or len(sentence) > 1000]
 
 
 def refusal(place: Path, config: dict[str, Any] | None = None, tensors: dict[str, Tensor] | None = None) -> str:
     """The sentence that a user reads about a folder, some of whose entries are others."""
-    old, given = read_config(str(place)), read_tensors(str(place))
-    new = saved(place / "changed", old | (config or {}), given | (tensors or {}))
+    old, weights = read_config(str(place)), read_tensors(str(place))
+    new = saved(place / "changed", old | (config or {}), weights | (tensors or {}))
     with pytest.raises(InputError) as error:
         catalog.make("drafter", new).bind(around())
     return str(error.value)
@@ -161,9 +161,9 @@ def test_a_damaged_tensor_is_named(tmp_path):
         (tensors[name].long(), f"{name} is of another kind of numbers"),
         (tensors[name].float().to(torch.float8_e4m3fn), "get the head that is not quantised"),
     ):
-        said = refusal(tmp_path, tensors={name: tensor})
-        assert name in said
-        assert what in said
+        sentence = refusal(tmp_path, tensors={name: tensor})
+        assert name in sentence
+        assert what in sentence
 
 
 def test_what_a_config_must_not_say_is_named(tmp_path):

@@ -60,7 +60,7 @@ def around() -> TargetInfo:
 def check(spec: str, naive: NaiveEagle, taps: tuple[int, ...]) -> None:
     """Every guess of real drafting along a text is what the naive reading says. Rotary tables are in float32."""
     text, gamma, lm = np.random.default_rng(0).integers(3, VOCAB, size=14).tolist(), 3, target(1)
-    found = forced_guesses(catalog.make("drafter", spec).bind(TargetInfo.of(lm, None)), lm, text, 5, gamma)
+    guesses = forced_guesses(catalog.make("drafter", spec).bind(TargetInfo.of(lm, None)), lm, text, 5, gamma)
     model = llama()
     with torch.no_grad(), tapped(model.model.layers, taps) as seen:
         model(torch.tensor([text]), use_cache=False)
@@ -70,7 +70,7 @@ def check(spec: str, naive: NaiveEagle, taps: tuple[int, ...]) -> None:
         for number in range(gamma):
             tokens = torch.tensor(text[1 : anchor + 1 + number])
             hidden = naive.head_output(tokens, features)
-            expected, logits = naive.logits(hidden[-1]), found[anchor + 1 + number, number]
+            expected, logits = naive.logits(hidden[-1]), guesses[anchor + 1 + number, number]
             assert torch.allclose(logits, expected, atol=1e-5), (anchor, number, (logits - expected).abs().max())
             features = torch.cat([features, naive.next_feature(hidden[-1:])])
 
@@ -88,17 +88,17 @@ def test_a_published_eagle_is_recognised_and_guesses_what_its_description_says(t
 @pytest.mark.parametrize("form", EAGLE3S)
 @torch.no_grad()
 def test_a_published_eagle3_is_recognised_and_guesses_what_its_description_says(tmp_path, form):
-    known, given = around(), EAGLE3S[form]
-    tensors = eagle3(tmp_path, known, **given)
+    known, form_options = around(), EAGLE3S[form]
+    tensors = eagle3(tmp_path, known, **form_options)
     assert catalog.make("drafter", str(tmp_path)) == EAGLE3.at(path=str(tmp_path))
-    more = {key: value for key, value in given.items() if key in QWEN}
-    layer = layer_of(known, num_hidden_layers=given.get("layers", 1), **more)
-    flags = dict(given.get("flags", {}))
-    if given.get("producer") == "specforge":
+    more = {key: value for key, value in form_options.items() if key in QWEN}
+    layer = layer_of(known, num_hidden_layers=form_options.get("layers", 1), **more)
+    flags = dict(form_options.get("flags", {}))
+    if form_options.get("producer") == "specforge":
         # Its own feedback is raw, whatever the key says.
         flags["norm_output"] = False
     naive = NaiveEagle3(tensors, layer, known.embedding_and_head(), flags)
-    spec = f"eagle3:path={tmp_path},taps=0x1x2" if given.get("native") else str(tmp_path)
+    spec = f"eagle3:path={tmp_path},taps=0x1x2" if form_options.get("native") else str(tmp_path)
     check(spec, naive, (0, 1, 2))
 
 

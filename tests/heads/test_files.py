@@ -60,8 +60,8 @@ def test_of_a_model_with_heads_only_the_files_of_heads_are_read(tmp_path):
     assert unneeded
     for file in unneeded:
         (tmp_path / file).unlink()
-    found = MEDUSA.at(str(tmp_path)).bind(around).head.state_dict()
-    assert all(torch.equal(weight, found[name]) for name, weight in alone.items())
+    together = MEDUSA.at(str(tmp_path)).bind(around).head.state_dict()
+    assert all(torch.equal(weight, together[name]) for name, weight in alone.items())
 
 
 def test_damaged_indices_and_missing_files_get_one_sentence(tmp_path):

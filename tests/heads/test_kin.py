@@ -24,6 +24,7 @@ from outrider.heads.poss import PossDrafter
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.taps import tapped
 from outrider.lm.protocol import Segment
+from outrider.lm.slots.head_inputs import HeadInputs
 from outrider.lm.target_info import TargetInfo
 from tests.heads.naive_kin import NaiveGriffin, NaiveJakiro, NaivePoss
 from tests.world.forced import forced_guesses
@@ -47,7 +48,7 @@ def text(size: int = 15) -> list[int]:
 def check(drafter: Drafter, naive: Any, taps: Sequence[int], depth: int = 4) -> None:
     """Every guess of real drafting along a text is what the naive reading says. Rotary tables are in float32."""
     lm, tokens = target(1), text()
-    found = forced_guesses(drafter, lm, tokens, 5, depth)
+    guesses = forced_guesses(drafter, lm, tokens, 5, depth)
     model = llama()
     with torch.no_grad(), tapped(model.model.layers, tuple(taps)) as seen:
         model(torch.tensor([tokens]), use_cache=False)
@@ -57,7 +58,7 @@ def check(drafter: Drafter, naive: Any, taps: Sequence[int], depth: int = 4) -> 
         for number in range(depth):
             read = torch.tensor(tokens[1 : anchor + 1 + number])
             expected, feature = naive.step(read, features, number, depth)
-            logits, expected = found[anchor + 1 + number, number].log_softmax(-1), expected.log_softmax(-1)
+            logits, expected = guesses[anchor + 1 + number, number].log_softmax(-1), expected.log_softmax(-1)
             assert torch.allclose(logits, expected, atol=1e-5), (anchor, number, (logits - expected).abs().max())
             features = torch.cat([features, feature])
 
@@ -125,9 +126,9 @@ def drafted(busy: Engine) -> list[Draft]:
 
 def assert_same(one: Drafter, other: Drafter) -> None:
     """Both guess the same along a text, and draft the same trees."""
-    found, expected = (forced_guesses(each, target(1), text(), 5, 4) for each in (one, other))
+    guesses, expected = (forced_guesses(each, target(1), text(), 5, 4) for each in (one, other))
     for key, logits in expected.items():
-        assert torch.allclose(found[key], logits, atol=1e-10), key
+        assert torch.allclose(guesses[key], logits, atol=1e-10), key
     trees = [drafted(engine(each.cast(around4()))) for each in (one, other)]
     assert len(trees[0]) == len(trees[1])
     for mine, theirs in zip(*trees, strict=True):
@@ -151,15 +152,15 @@ def test_equal_specialists_are_their_parent(tmp_path, fused, count, steps):
         eagle(tmp_path / "one", known, vllm=True)
     parent = catalog.make("drafter", str(tmp_path / "one")).bind(known)
     poss(tmp_path / "many", known, fused=fused, count=count, steps=steps)
-    own = parent.lm.module.state_dict()
+    tensors = parent.lm.module.state_dict()
     layers = {
         name.replace("layers.0.", f"layers.{i}."): tensor
-        for name, tensor in own.items()
+        for name, tensor in tensors.items()
         for i in range(count)
         if name.startswith("layers.")
     }
     bias = {} if fused else {"fc.bias": torch.zeros(known.hidden_size)}
-    changed(tmp_path / "many", **(own | layers | bias))
+    changed(tmp_path / "many", **(tensors | layers | bias))
     many = catalog.make("drafter", f"poss:path={tmp_path / 'many'}" + (",taps=0x1x2" if fused else "")).bind(known)
     assert len(many.lms) == count
     assert_same(many, parent)
@@ -172,11 +173,11 @@ def test_what_a_griffin_adds_is_nothing_where_it_is_zero(tmp_path):
     head = GRIFFIN.at(path=str(tmp_path)).bind(known).module
     states = torch.randn(2, 5, size, dtype=torch.float64)
     with torch.no_grad():
-        rotary, mask = head.rotary(states, torch.arange(5)[None].expand(2, -1)), torch.ones(5, 5).tril().bool()
-        layer = head.layers[0]
-        attended = states + layer.self_attn(states, rotary, mask.expand(2, 1, 5, 5), Echo())
+        inputs = inputs_of(torch.zeros(2, 5, dtype=torch.long), states)
+        rotary, layer = head.rotary(states, inputs.positions), head.layers[0]
+        attended = states + layer.self_attn(states, rotary, inputs)
         layer.mlp.down_proj.weight[size:] = 0
-        head_output = layer(states, rotary, mask.expand(2, 1, 5, 5), Echo())
+        head_output = layer(states, rotary, inputs)
         assert torch.equal(head.next_feature(head_output), attended)
         assert not torch.allclose(head_output[..., :size], attended)
     # Without what the token adds to the fusion, and with equal halves, it is EAGLE.
@@ -201,17 +202,24 @@ class Echo:
         return keys, values
 
 
+def inputs_of(tokens: torch.Tensor, features: torch.Tensor) -> HeadInputs:
+    """What a head reads of causal texts without a past."""
+    rows, length = tokens.shape
+    positions, mask = torch.arange(length).expand(rows, -1), torch.ones(length, length).tril().bool()
+    mask = mask.expand(rows, 1, length, length)
+    return HeadInputs(tokens=tokens, features=features, positions=positions, mask=mask, cache=Echo())
+
+
 def test_equal_experts_are_one_and_their_order_says_nothing(tmp_path):
     known = around()
     tensors = jakiro(tmp_path, known)
     head = JAKIRO.at(path=str(tmp_path)).bind(known).module
     states = torch.randn(2, 5, known.hidden_size, dtype=torch.float64)
-    tokens, positions = torch.randint(3, VOCAB, (2, 5)), torch.arange(5)[None].expand(2, -1)
-    mask = torch.ones(5, 5).tril().bool().expand(2, 1, 5, 5)
+    inputs = inputs_of(torch.randint(3, VOCAB, (2, 5)), states)
 
     def run() -> torch.Tensor:
         with torch.no_grad():
-            return head(tokens, states, positions, mask, Echo())
+            return head(inputs)
 
     before, moe = run(), head.layers[0].mlp
     with torch.no_grad():
@@ -240,7 +248,7 @@ def test_equal_experts_are_one_and_their_order_says_nothing(tmp_path):
     save_file({**plain, **parts}, tmp_path / "eagle" / "model.safetensors")
     parent = catalog.make("drafter", str(tmp_path / "eagle")).bind(known).module
     with torch.no_grad():
-        expected = parent(tokens, states, positions, mask, Echo())
+        expected = parent(inputs)
     assert torch.allclose(head.next_feature(equal), expected, atol=1e-10)
     assert torch.allclose(head.logits(equal), parent.logits(expected), atol=1e-10)
 
@@ -271,8 +279,8 @@ def test_each_specialist_keeps_what_a_causal_pass_over_the_text_keeps(tmp_path):
 
     def compare(cycle: object) -> None:
         for state in cycle.states:
-            for number, (lm, own) in enumerate(zip(drafter.lms, state.drafter_state.all(), strict=True)):
-                length = lm.length(own.slot)
+            for number, (lm, feature_state) in enumerate(zip(drafter.lms, state.drafter_state.parts, strict=True)):
+                length = lm.length(feature_state.slot)
                 if not length:
                     continue
                 with torch.no_grad(), tapped(model.model.layers, (2,)) as seen:
@@ -283,7 +291,7 @@ def test_each_specialist_keeps_what_a_causal_pass_over_the_text_keeps(tmp_path):
                 tokens = torch.tensor(state.tokens[1 : length + 1])
                 fresh.extend([Segment(slot=slot, tokens=tokens, features=features)])
                 fresh.commit({slot: range(length)})
-                mine, theirs = lm.keys_values(own.slot, 0), fresh.keys_values(slot, 0)
+                mine, theirs = lm.keys_values(feature_state.slot, 0), fresh.keys_values(slot, 0)
                 assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(mine, theirs, strict=True))
                 checked.append(number)
 

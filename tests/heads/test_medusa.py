@@ -53,9 +53,9 @@ def naive(tensors: dict[str, Tensor], hidden: Tensor, head: int, vocab: int) -> 
         return output @ hidden
     chosen = tensors["token_map"]
     output = output[chosen] if len(output) > len(chosen) else output
-    found = torch.full((vocab,), -torch.inf, dtype=hidden.dtype)
-    found[chosen] = output @ hidden
-    return found
+    logits = torch.full((vocab,), -torch.inf, dtype=hidden.dtype)
+    logits[chosen] = output @ hidden
+    return logits
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -92,10 +92,10 @@ def test_what_is_written_is_vllms_form_and_reads_back(tmp_path, shared):
     names = {f"blocks.{i}.layers.0.weight" for i in range(3)} | {"token_map"}
     names |= {f"lm_heads.{i}.weight" for i in range(1 if shared else 3)}
     assert load_file(tmp_path / "model.safetensors").keys() == names
-    said = read_config(str(tmp_path))
-    assert (said["model_type"], said["truncated_vocab_size"], said["num_heads"]) == ("medusa", 5, 3)
-    assert not [name for name in said if "num" in name and "heads" in name and name != "num_heads"]
-    assert TargetShape.of(said, "") == shape
+    config = read_config(str(tmp_path))
+    assert (config["model_type"], config["truncated_vocab_size"], config["num_heads"]) == ("medusa", 5, 3)
+    assert not [name for name in config if "num" in name and "heads" in name and name != "num_heads"]
+    assert TargetShape.of(config, "") == shape
 
 
 def test_new_heads_are_the_targets_output_layer():

@@ -42,8 +42,8 @@ def test_blockwise_heads_are_recognised_and_compute_what_their_description_says(
     hidden = torch.randn(3, known.hidden_size, dtype=torch.float64)
     for i in range(4):
         inner = (hidden @ tensors[f"heads.{i}.up.weight"].T + tensors[f"heads.{i}.up.bias"]).clamp_min(0)
-        made = hidden + inner @ tensors[f"heads.{i}.down.weight"].T + tensors[f"heads.{i}.down.bias"]
-        assert torch.allclose(drafter.head.logits(drafter.head(hidden, i), i), known.head(made), atol=1e-12)
+        output = hidden + inner @ tensors[f"heads.{i}.down.weight"].T + tensors[f"heads.{i}.down.bias"]
+        assert torch.allclose(drafter.head.logits(drafter.head(hidden, i), i), known.head(output), atol=1e-12)
     assert drafter.max_depth == 4
 
 
@@ -62,7 +62,7 @@ def test_a_parallel_head_is_recognised_and_computes_what_its_description_says(tm
     segment = Segment(
         slot=lm.open(), tokens=torch.cat([tokens, torch.tensor([-1, -2, -3])]), features=torch.cat([states, nothing])
     )
-    found = lm.extend([segment]).logits
+    logits = lm.extend([segment]).logits
     read = torch.cat([known.embed(tokens), states], 1) if form == "eagle" else states
     hidden = torch.cat([read, tensors["slots"]])
     hidden = hidden @ tensors["fc.weight"].T if form == "eagle" else hidden
@@ -70,7 +70,7 @@ def test_a_parallel_head_is_recognised_and_computes_what_its_description_says(tm
     # Rotary tables are in float32. Slots behind one text are one group, so that plain causal layers are right.
     for i in range(layers):
         hidden = plain_layer(tensors, f"layers.{i}", hidden, layer)
-    assert torch.allclose(found, known.head(hidden), atol=1e-5), float((found - known.head(hidden)).abs().max())
+    assert torch.allclose(logits, known.head(hidden), atol=1e-5), float((logits - known.head(hidden)).abs().max())
 
 
 @torch.no_grad()
@@ -89,9 +89,9 @@ def test_what_is_written_reads_back(tmp_path):
         parallel(first, known, form=form)
         head = PARALLEL.at(str(first)).bind(known).lm.module
         write_head(second, *head.record(SHAPE, torch.float64, ""), torch.float64)
-        found = PARALLEL.at(str(second)).bind(known).lm.module
-        assert (found.form, found.num_slots) == (form, 3)
-        assert found.config.rope_parameters == head.config.rope_parameters
+        again = PARALLEL.at(str(second)).bind(known).lm.module
+        assert (again.form, again.num_slots) == (form, 3)
+        assert again.config.rope_parameters == head.config.rope_parameters
         assert {name: tensor.tolist() for name, tensor in load_file(second / "model.safetensors").items()} == {
             name: tensor.tolist() for name, tensor in load_file(first / "model.safetensors").items()
         }
@@ -197,12 +197,12 @@ def test_a_peagle_head_is_recognised_and_guesses_what_its_description_says(tmp_p
     naive = NaiveEagle3(tensors=tensors, layer=layer, ends=known.embedding_and_head(), flags=more.get("flags", {}))
     if more.get("native"):
         # vLLM's own layout counts layers otherwise, and says how many tokens are drafted when it is started.
-        told = {} if more.get("producer") else {"slots": 3}
-        path = replace(path, taps=(0, 1, 2), **told)
+        hints = {} if more.get("producer") else {"slots": 3}
+        path = replace(path, taps=(0, 1, 2), **hints)
     text, gamma = np.random.default_rng(0).integers(3, 64, size=12).tolist(), 4
     drafter = path.bind(known)
     assert (drafter.max_depth, drafter.taps) == (4, (0, 1, 2))
-    found = forced_guesses(drafter, lm, text, 5, gamma)
+    guesses = forced_guesses(drafter, lm, text, 5, gamma)
     model = llama()
     with tapped(model.model.layers, (0, 1, 2)) as seen:
         model(torch.tensor([text]), use_cache=False)
@@ -213,7 +213,7 @@ def test_a_peagle_head_is_recognised_and_guesses_what_its_description_says(tmp_p
         logits = naive.logits(naive.head_output(tokens, torch.cat([features[:anchor], unknown.expand(3, -1)])))[-gamma:]
         for number in range(gamma):
             # Rotary tables are in float32.
-            assert torch.allclose(found[anchor + 1 + number, number], logits[number], atol=1e-5), (anchor, number)
+            assert torch.allclose(guesses[anchor + 1 + number, number], logits[number], atol=1e-5), (anchor, number)
 
 
 def test_a_peagle_head_that_leaves_a_question_open_is_refused_in_one_sentence(tmp_path):

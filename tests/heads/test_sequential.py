@@ -44,8 +44,8 @@ def naive_hydra(tensors: dict[str, Tensor], seen: Tensor, tokens: list[int], lay
     """Logits behind some tokens, from the target's normed states before the first of them."""
     state, every = seen[-1], 1
     if "prefix_embeding_layer.norm.weight" in tensors:
-        made = plain_layer(tensors, "prefix_embeding_layer.layers.0", seen, layer)
-        state, every = normed(made, tensors["prefix_embeding_layer.norm.weight"])[-1], 2
+        output = plain_layer(tensors, "prefix_embeding_layer.layers.0", seen, layer)
+        state, every = normed(output, tensors["prefix_embeding_layer.norm.weight"])[-1], 2
     head = len(tokens) - 1
     name = f"hydra_mlp.{head}.{every - 1}"
     if f"{name}.res_connection.weight" in tensors:
@@ -103,10 +103,10 @@ def test_published_hydra_heads_are_recognised_and_guess_what_their_description_s
     path = catalog.make("drafter", str(tmp_path))
     assert path == HYDRA.at(str(tmp_path))
     lm = LanguageModel(llama(), max_slots=1)
-    found = forced_guesses(path.bind(TargetInfo.of(lm, None)), lm, TEXT, 5, GAMMA)
-    assert {number for _, number in found} == set(range(GAMMA))
+    guesses = forced_guesses(path.bind(TargetInfo.of(lm, None)), lm, TEXT, 5, GAMMA)
+    assert {number for _, number in guesses} == set(range(GAMMA))
     seen, embedding = states_of(TEXT)
-    for (place, number), logits in found.items():
+    for (place, number), logits in guesses.items():
         anchor, tokens = pieces(place, number)
         expected = naive_hydra(tensors, seen[:anchor], tokens, layer_of(known), embedding)
         assert torch.allclose(logits, expected, atol=1e-5), (place, number)
@@ -119,9 +119,9 @@ def test_a_published_mlp_speculator_is_recognised_and_guesses_what_its_descripti
     path = catalog.make("drafter", str(tmp_path))
     assert path == MLP_SPECULATOR.at(str(tmp_path))
     lm = LanguageModel(llama(), max_slots=1)
-    found = forced_guesses(path.bind(TargetInfo.of(lm, None)), lm, TEXT, 5, GAMMA)
+    guesses = forced_guesses(path.bind(TargetInfo.of(lm, None)), lm, TEXT, 5, GAMMA)
     seen, _ = states_of(TEXT)
-    for (place, number), logits in found.items():
+    for (place, number), logits in guesses.items():
         anchor, tokens = pieces(place, number)
         expected = naive_speculator(tensors, seen[anchor - 1], tokens, SPECULATORS[form].get("scaled", False))
         assert torch.allclose(logits, expected, atol=1e-6), (place, number)

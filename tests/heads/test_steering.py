@@ -22,43 +22,43 @@ SIZES = SteeringConfig(taps=(6, 4, 1), target_layers=8, target_size=5, widths=(7
 
 def noisy(config: SteeringConfig = SIZES) -> Steering:
     """A steering whose weights are all drawn."""
-    made = Steering(config)
+    steering = Steering(config)
     with torch.no_grad():
-        for weight in made.parameters():
+        for weight in steering.parameters():
             weight.normal_()
-    return made
+    return steering
 
 
 @pytest.mark.parametrize("rank", [None, 2])
 def test_at_the_start_the_states_are_summed_and_nothing_is_added(rank):
-    made = Steering(SteeringConfig(taps=(6, 4, 1), target_layers=8, target_size=5, widths=(7, 3), rank=rank))
+    steering = Steering(SteeringConfig(taps=(6, 4, 1), target_layers=8, target_size=5, widths=(7, 3), rank=rank))
     taps = {tap: torch.randn(4, 5) for tap in (1, 4, 6)}
-    states = made.concatenate(taps)
+    states = steering.concatenate(taps)
     assert torch.equal(states, torch.cat([taps[6], taps[4], taps[1]], -1))
-    assert torch.allclose(made.gather(states), taps[1] + taps[4] + taps[6], atol=1e-6)
-    vectors = made(states)
+    assert torch.allclose(steering.gather(states), taps[1] + taps[4] + taps[6], atol=1e-6)
+    vectors = steering(states)
     assert vectors.shape == (4, 10)
     assert not vectors.any()
     vectors.sum().backward()
-    assert made.inject.weight.grad.any()
+    assert steering.inject.weight.grad.any()
 
 
 @pytest.mark.parametrize("rank", [None, 2])
 def test_the_vectors_of_single_layers_are_parts_of_those_of_all(rank):
-    made = noisy(SteeringConfig(taps=(6, 4, 1), target_layers=8, target_size=5, widths=(7, 3), rank=rank))
+    steering = noisy(SteeringConfig(taps=(6, 4, 1), target_layers=8, target_size=5, widths=(7, 3), rank=rank))
     states = torch.randn(2, 3, 15)
-    layers = made.layers(made.project(states))
-    assert torch.allclose(torch.cat([layers(0), layers(1)], -1), made(states), atol=1e-6)
+    layers = steering.layers(steering.project(states))
+    assert torch.allclose(torch.cat([layers(0), layers(1)], -1), steering(states), atol=1e-6)
 
 
 @pytest.mark.parametrize("rank", [None, 2])
 def test_a_steering_that_was_written_is_read_again(tmp_path, rank):
-    made = noisy(SteeringConfig(taps=(6, 4, 1), target_layers=8, target_size=5, widths=(7, 3), rank=rank))
-    write_steering(made, tmp_path, torch.float32)
+    steering = noisy(SteeringConfig(taps=(6, 4, 1), target_layers=8, target_size=5, widths=(7, 3), rank=rank))
+    write_steering(steering, tmp_path, torch.float32)
     again = read_steering(str(tmp_path))
     states = torch.randn(2, 15)
-    assert again.config == made.config
-    assert torch.equal(again(states), made(states))
+    assert again.config == steering.config
+    assert torch.equal(again(states), steering(states))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([CONFIG, WEIGHTS])
 
 
@@ -99,9 +99,9 @@ def test_damaged_files_are_named(tmp_path, damage):
     [({"taps": ()}, "taps"), ({"taps": (1, 1)}, "taps"), ({"taps": (9,)}, r"0\.\.8"), ({"rank": 0}, "rank")],
 )
 def test_sizes_that_make_no_sense_are_refused(wrong, message):
-    given = {"taps": (1,), "target_layers": 8, "target_size": 5, "widths": (7,)}
+    sizes = {"taps": (1,), "target_layers": 8, "target_size": 5, "widths": (7,)}
     with pytest.raises(InputError, match=message):
-        SteeringConfig(**(given | wrong))
+        SteeringConfig(**(sizes | wrong))
 
 
 def test_the_usual_taps_are_different_states_of_every_target():

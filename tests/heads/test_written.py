@@ -138,8 +138,8 @@ def without_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 def plain(head: Head) -> None:
     """Give all weights values that every machine makes alike, and that float32 holds exactly."""
     for name, weight in head.named_parameters():
-        # The names that heads keep when their modules move.
-        start = crc32(name.replace("specialists.", "further.").encode())
+        # A head within another has the names that it has alone.
+        start = crc32(name.removeprefix("first.").encode())
         weight.copy_(((torch.arange(weight.numel()) * 7 + start) % 251 / 64 - 2).view(weight.shape))
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from outrider.lm.head import HeadLM, sees_all
 from outrider.lm.protocol import Segment
+from outrider.lm.slots.head_inputs import HeadInputs
 from outrider.lm.target_info import TargetInfo
 from tests.world.heads import ToyModule, toy
 from tests.world.models import target
@@ -44,7 +45,8 @@ def recomputed(
     count = len(tokens)
     seen = torch.ones(count, count).tril().bool()[None, None]
     ids, positions = torch.tensor([tokens]), torch.arange(count)[None]
-    hidden = module(ids, features[None], positions, seen, Everything())
+    inputs = HeadInputs(tokens=ids, features=features[None], positions=positions, mask=seen, cache=Everything())
+    hidden = module(inputs)
     return module.logits(hidden)[0], hidden[0]
 
 
@@ -109,9 +111,11 @@ def test_blocks_that_look_both_ways_say_what_recomputation_says() -> None:
         cache = Everything()
         if before:
             seen = torch.ones(before, before).tril().bool()[None, None]
-            lm.module(torch.zeros(1, before).long(), features[None], torch.arange(before)[None], seen, cache)
+            nothing, places = torch.zeros(1, before).long(), torch.arange(before)[None]
+            lm.module(HeadInputs(tokens=nothing, features=features[None], positions=places, mask=seen, cache=cache))
         ids, positions = torch.tensor([[9, 0, 0, 0][:size]]), torch.arange(before, before + size)[None]
-        hidden = lm.module(ids, None, positions, torch.ones(1, 1, size, before + size).bool(), cache)
+        mask = torch.ones(1, 1, size, before + size).bool()
+        hidden = lm.module(HeadInputs(tokens=ids, features=None, positions=positions, mask=mask, cache=cache))
         assert float((logits - lm.module.logits(hidden)[0]).abs().max()) < 1e-12
     assert not torch.equal(said[0], lm.extend([Segment(slot=slots[0], tokens=torch.tensor([9, 0, 0, 0]))]).logits)
 

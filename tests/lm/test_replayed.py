@@ -17,6 +17,7 @@ from outrider.lm.forwards.recorder import RECORDERS
 from outrider.lm.head import HeadLM
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Extension, Segment
+from outrider.lm.slots.head_inputs import HeadInputs
 from outrider.lm.target_info import TargetInfo
 from tests.world.heads import HEADS, head
 from tests.world.models import llama
@@ -230,9 +231,9 @@ class Cheap(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
         self.feature_size, self.vocab_size = 0, 1
 
-    def forward(self, tokens, features, positions, mask, cache) -> Float[Tensor, "rows width 1"]:
-        states = self.weight * tokens[:, None, :, None].float()
-        cache.update(states, states, 0)
+    def forward(self, inputs: HeadInputs) -> Float[Tensor, "rows width 1"]:
+        states = self.weight * inputs.tokens[:, None, :, None].float()
+        inputs.cache.update(states, states, 0)
         return states[:, 0]
 
     def logits(self, hidden: Float[Tensor, "*batch 1"]) -> Float[Tensor, "*batch 1"]:

@@ -98,11 +98,11 @@ def test_what_the_doctor_measures_in_no_time_is_told(engine):
 
 def test_a_drafter_of_repetitions_finds_the_targets_own_text(prompts):
     engine = outrider.load(llama(), drafter="suffix", length="fixed:2", ignore_generation_config=True, probe=False)
-    text = repeated(engine, prompts[2])
-    told = text[len(prompts[2]) : -len(prompts[2])]
-    assert text == [*prompts[2], *told, *prompts[2]]
+    text = repeated(engine, prompts[0])
+    told = text[len(prompts[0]) : -len(prompts[0])]
+    assert text == [*prompts[0], *told, *prompts[0]]
     greedy = outrider.Sampling(temperature=0.0)
     (output,) = engine.generate([text], max_new_tokens=len(told), ignore_eos=True, sampling=greedy)
     assert output.num_draft_tokens > 0
-    (plain,) = engine.generate([prompts[2]], max_new_tokens=len(told), ignore_eos=True, sampling=greedy)
+    (plain,) = engine.generate([prompts[0]], max_new_tokens=len(told), ignore_eos=True, sampling=greedy)
     assert list(plain.tokens) == told

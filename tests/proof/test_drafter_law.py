@@ -33,7 +33,7 @@ PUBLISHED: dict[str, Callable[[Path, TargetInfo], object]] = {
     "jakiro, by halves": partial(jakiro, mixture="half"),
 }
 BLOCK_OPTIONS: dict[str, dict[str, object]] = {
-    "dflash2, among few": {"own": DFlash2Sizes(group=8, rank=4, top_k=1)},
+    "dflash2, among few": {"extra": DFlash2Sizes(group=8, rank=4, top_k=1)},
     "dflash, in windows": {"windows": True},
 }
 REFINED = [

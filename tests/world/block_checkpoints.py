@@ -66,11 +66,13 @@ class Checkpoint:
         return str(folder)
 
 
-def trunk(num_taps: int, vocab: int, *, own: bool = False, apart: bool = False, seed: int = 0) -> dict[str, Tensor]:
+def trunk(
+    num_taps: int, vocab: int, *, separate: bool = False, apart: bool = False, seed: int = 0
+) -> dict[str, Tensor]:
     """The tensors of a trunk.
 
     Args:
-        own: Whether it has an embedding of its own, and an output layer over every other token.
+        separate: Whether it has an embedding of its own, and an output layer over every other token.
         apart: Whether the context has projections of its own.
     """
     shapes: dict[str, tuple[int, ...]] = {
@@ -89,23 +91,23 @@ def trunk(num_taps: int, vocab: int, *, own: bool = False, apart: bool = False, 
         shapes |= {f"{attention}.{name}_norm.weight": (DIM,) for name in "qk"}
         shapes |= {f"layers.{i}.mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
         shapes[f"layers.{i}.mlp.down_proj.weight"] = (HIDDEN, INNER)
-    if own:
+    if separate:
         shapes |= {"embed_tokens.weight": (vocab, HIDDEN), "lm_head.weight": (vocab // 2, HIDDEN)}
-    found = drawn(shapes, seed)
-    if own:
+    tensors = drawn(shapes, seed)
+    if separate:
         # Token 2i + 1 stands at place i, so that its offset is i + 1.
-        found["d2t"] = torch.arange(vocab // 2) + 1
-        found["t2d"] = torch.arange(vocab) % 2 == 1
-    return found
+        tensors["d2t"] = torch.arange(vocab // 2) + 1
+        tensors["t2d"] = torch.arange(vocab) % 2 == 1
+    return tensors
 
 
 def drawn(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
     """Random tensors in float64; norms near 1."""
     dice = torch.Generator().manual_seed(seed)
-    found = {name: torch.randn(shape, generator=dice, dtype=torch.float64) for name, shape in shapes.items()}
+    tensors = {name: torch.randn(shape, generator=dice, dtype=torch.float64) for name, shape in shapes.items()}
     return {
         name: 1 + 0.3 * tensor if tensor.dim() == 1 else tensor * 1.5 / tensor.shape[-1] ** 0.5
-        for name, tensor in found.items()
+        for name, tensor in tensors.items()
     }
 
 
@@ -149,8 +151,8 @@ def speculators(kind: str, vocab: int, **more: Any) -> dict[str, Any]:
 
 def authors(architecture: str, vocab: int, inner: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     """A config in an author's own layout."""
-    found = {"architectures": [architecture], "model_type": "qwen3", "vocab_size": vocab, **LAYER_CONFIG, **more}
-    return found if inner is None else {**found, "dflash_config": inner}
+    config = {"architectures": [architecture], "model_type": "qwen3", "vocab_size": vocab, **LAYER_CONFIG, **more}
+    return config if inner is None else {**config, "dflash_config": inner}
 
 
 def checkpoints(vocab: int) -> dict[str, Checkpoint]:
@@ -161,11 +163,11 @@ def checkpoints(vocab: int) -> dict[str, Checkpoint]:
     norms = drawn({f"fusion_norms.{i}.weight": (HIDDEN,) for i in range(LAYERS)}, 4)
     bare = {name: tensor for name, tensor in trunk(2, vocab, apart=True).items() if name != "fc.weight"}
     bare_too = {name: tensor for name, tensor in bare.items() if name != "hidden_norm.weight"}
-    found = {
+    checkpoints_by_name = {
         "dflash": Checkpoint(config=speculators("dflash", vocab), tensors=trunk(2, vocab), taps=(2, 1)),
         "dflash-own-ends": Checkpoint(
             config=speculators("dflash", vocab, draft_vocab_size=vocab // 2, sample_from_anchor=True),
-            tensors=trunk(2, vocab, own=True),
+            tensors=trunk(2, vocab, separate=True),
             taps=(2, 1),
             from_anchor=True,
         ),
@@ -241,7 +243,7 @@ def checkpoints(vocab: int) -> dict[str, Checkpoint]:
             from_anchor=True,
         ),
     }
-    found["dspark-deepspec"] = Checkpoint(
+    checkpoints_by_name["dspark-deepspec"] = Checkpoint(
         config=authors(
             "Qwen3DSparkModel",
             vocab,
@@ -270,13 +272,13 @@ def checkpoints(vocab: int) -> dict[str, Checkpoint]:
         11,
     )
     for shifted in (False, True):
-        said = {"projector_type": "domino", "shift_label": shifted, "emb_dim": RANK, "gru_hidden_dim": STATE}
+        keys_of_domino = {"projector_type": "domino", "shift_label": shifted, "emb_dim": RANK, "gru_hidden_dim": STATE}
         name = "domino-shifted" if shifted else "domino"
-        found[name] = Checkpoint(
+        checkpoints_by_name[name] = Checkpoint(
             config=authors(
                 "DFlashDraftModel" if shifted else "DominoDraftModel",
                 vocab,
-                {**inner, **said, "pure_draft_prefix_len": 1},
+                {**inner, **keys_of_domino, "pure_draft_prefix_len": 1},
                 block_size=BLOCK + shifted,
             ),
             tensors={**trunk(2, vocab), **gru},
@@ -296,12 +298,12 @@ def checkpoints(vocab: int) -> dict[str, Checkpoint]:
     convolved = {name: tensor * HIDDEN**0.5 / 3 for name, tensor in drawn(kernels, 12).items() if "base" in name}
     convolved |= {name: tensor / 3 for name, tensor in drawn(kernels, 12).items() if "base" not in name}
     keys = {"conv_kernel_size": 2, "conv_group_size": GROUP, "selector_rank": RANK, "selector_top_k": TOP}
-    found["dflash2"] = Checkpoint(
+    checkpoints_by_name["dflash2"] = Checkpoint(
         config=authors("DFlash2DraftModel", vocab, {**inner, **keys, "block_size": BLOCK}, is_causal=False),
         tensors={**trunk(2, vocab), **convolved, **drawn(codes, 13)},
         taps=(1, 2),
     )
-    found["dflash2-automodel"] = Checkpoint(
+    checkpoints_by_name["dflash2-automodel"] = Checkpoint(
         config=authors(
             "Qwen3DFlash2DraftModel",
             vocab,
@@ -314,15 +316,17 @@ def checkpoints(vocab: int) -> dict[str, Checkpoint]:
         windows=[5] * LAYERS,
     )
     for kind in ("vanilla", "gated", "rnn"):
-        own = kind == "gated"
-        found[f"dspark-{kind}"] = Checkpoint(
-            config=speculators("dspark", vocab, sample_from_anchor=not own, markov_rank=RANK, markov_head_type=kind),
-            tensors={**trunk(2, vocab, own=own), **markov(kind, vocab, vocab // 2 if own else vocab)},
+        separate = kind == "gated"
+        checkpoints_by_name[f"dspark-{kind}"] = Checkpoint(
+            config=speculators(
+                "dspark", vocab, sample_from_anchor=not separate, markov_rank=RANK, markov_head_type=kind
+            ),
+            tensors={**trunk(2, vocab, separate=separate), **markov(kind, vocab, vocab // 2 if separate else vocab)},
             taps=(2, 1),
-            from_anchor=not own,
+            from_anchor=not separate,
             markov=kind,
         )
-    return found
+    return checkpoints_by_name
 
 
 def rms(states: Tensor, weight: Tensor) -> Tensor:
@@ -339,7 +343,7 @@ def turned(heads: Float[Tensor, "positions heads dim"], positions: Tensor) -> Te
 
 
 def block_logits(
-    made: Checkpoint, hidden_states: tuple[Tensor, ...], anchor: int, embedding: Tensor, output: Tensor
+    checkpoint: Checkpoint, hidden_states: tuple[Tensor, ...], anchor: int, embedding: Tensor, output: Tensor
 ) -> tuple[Float[Tensor, "block hidden"], Float[Tensor, "block vocab"]]:
     """Output features and logits of the block behind a text, before any sequential head.
 
@@ -348,10 +352,10 @@ def block_logits(
         embedding: The target's.
         output: The weight of the target's output layer.
     """
-    w = made.tensors
-    features = torch.cat([hidden_states[tap] for tap in made.taps], -1)
+    w = checkpoint.tensors
+    features = torch.cat([hidden_states[tap] for tap in checkpoint.taps], -1)
     length = len(features)
-    size = made.block
+    size = checkpoint.block
     states = w.get("embed_tokens.weight", embedding)[torch.tensor([anchor] + [MASK] * (size - 1))]
     places = torch.arange(length + size, dtype=torch.float64)
     for i in range(LAYERS):
@@ -359,15 +363,15 @@ def block_logits(
         context = rms(features @ w["fc.weight"].T, w["hidden_norm.weight"]) if "fc.weight" in w else None
         if context is None:
             mixture = w.get("fusion_weights", w.get("layer_fusion_weights"))[i].softmax(-1)
-            mixed = sum(share * hidden_states[tap] for share, tap in zip(mixture, made.taps, strict=True))
+            mixed = sum(share * hidden_states[tap] for share, tap in zip(mixture, checkpoint.taps, strict=True))
             context = rms(mixed, w.get(f"fusion_norms.{i}.weight", w.get("hidden_norm.weight")))
         inputs = rms(states, w[f"layers.{i}.input_layernorm.weight"])
         before = inputs
         inputs = convolved(w, f"layers.{i}.attention_conv", 0, before, inputs)
 
         def projected(name: str, at: str = at, context: Tensor = context, inputs: Tensor = inputs) -> Tensor:
-            own = f"{at}.{name}_proj_target.weight"
-            of_context = context @ w[own if own in w else f"{at}.{name}_proj.weight"].T
+            name_of_target = f"{at}.{name}_proj_target.weight"
+            of_context = context @ w[name_of_target if name_of_target in w else f"{at}.{name}_proj.weight"].T
             return torch.cat([of_context, inputs @ w[f"{at}.{name}_proj.weight"].T]).view(-1, SHARED, DIM)
 
         queries = rms((inputs @ w[f"{at}.q_proj.weight"].T).view(size, HEADS, DIM), w[f"{at}.q_norm.weight"])
@@ -380,8 +384,8 @@ def block_logits(
                 scores = keys[:, group] @ queries[place, head] / DIM**0.5
                 for key in range(length + size):
                     ahead = key - (length + place)
-                    if (made.causal[i] and ahead > 0) or (
-                        made.windows[i] is not None and abs(ahead) >= made.windows[i]
+                    if (checkpoint.causal[i] and ahead > 0) or (
+                        checkpoint.windows[i] is not None and abs(ahead) >= checkpoint.windows[i]
                     ):
                         scores[key] = -torch.inf
                 mixed[place, head] = scores.softmax(0) @ values[:, group]
@@ -395,9 +399,9 @@ def block_logits(
         states = states + convolved(w, f"layers.{i}.mlp_conv", 1, before, inner)
     hidden = rms(states, w["norm.weight"])
     logits = hidden @ w.get("lm_head.weight", output).T
-    said = made.config.get("dflash_config", {})
-    logits = logits * said.get("output_multiplier", 1.0)
-    cap = said.get("final_logit_softcapping")
+    inner = checkpoint.config.get("dflash_config", {})
+    logits = logits * inner.get("output_multiplier", 1.0)
+    cap = inner.get("final_logit_softcapping")
     return hidden, logits if cap is None else (logits / cap).tanh() * cap
 
 
@@ -417,19 +421,19 @@ def convolved(
     if f"{name}.base_kernel" not in w:
         return states
     base = w[f"{name}.base_kernel"]
-    made = (read @ w[f"{name}.kernel_projection.weight"].T).view(len(states), 2, base.shape[1], -1)
-    found = torch.zeros_like(states)
+    kernels = (read @ w[f"{name}.kernel_projection.weight"].T).view(len(states), 2, base.shape[1], -1)
+    convolved = torch.zeros_like(states)
     for k in range(len(states)):
         for s in range(base.shape[1]):
             if k >= s:
                 # Entry c has the kernel of its group.
-                kernel = base[side, s] + made[k, side, s][torch.arange(HIDDEN) // GROUP]
-                found[k] += kernel * states[k - s]
-    return found
+                kernel = base[side, s] + kernels[k, side, s][torch.arange(HIDDEN) // GROUP]
+                convolved[k] += kernel * states[k - s]
+    return convolved
 
 
 def guess_logits(
-    made: Checkpoint,
+    checkpoint: Checkpoint,
     hidden_states: tuple[Tensor, ...],
     text: tuple[int, ...],
     drafted: tuple[int, ...],
@@ -441,11 +445,13 @@ def guess_logits(
     Args:
         hidden_states: What transformers returns for the text without its last token.
     """
-    hidden, logits = block_logits(made, hidden_states, text[-1], embedding, output)
-    first = 0 if made.from_anchor else 1
-    depth, w = len(drafted), made.tensors
+    hidden, logits = block_logits(checkpoint, hidden_states, text[-1], embedding, output)
+    first = 0 if checkpoint.from_anchor else 1
+    depth, w = len(drafted), checkpoint.tensors
     if "prefix_gru.weight_hh_l0" in w:
-        return logits[first + depth] + domino_correction(made, (text[-1], *drafted), hidden[first + depth], embedding)
+        return logits[first + depth] + domino_correction(
+            checkpoint, (text[-1], *drafted), hidden[first + depth], embedding
+        )
     if "candidate_selector.predecessor_codebook" in w:
         base, before = logits[first + depth], (text[-1], *drafted)[-1]
         chosen = base.topk(TOP).indices
@@ -460,10 +466,10 @@ def guess_logits(
     state = torch.zeros(RANK, dtype=torch.float64)
     for i, token in enumerate((text[-1], *drafted)):
         read = w["markov_head.markov_w1.weight"][token]
-        if made.markov == "gated":
+        if checkpoint.markov == "gated":
             joint = torch.cat([hidden[first + i], read])
             read = read * (w["markov_head.gate_proj.weight"] @ joint + w["markov_head.gate_proj.bias"]).sigmoid()
-        elif made.markov == "rnn":
+        elif checkpoint.markov == "rnn":
             joint = torch.cat([state, read, hidden[first + i]])
             gate, new, out = (w["markov_head.joint_proj.weight"] @ joint + w["markov_head.joint_proj.bias"]).split(RANK)
             state = gate.sigmoid() * state + (1 - gate.sigmoid()) * new.tanh()
@@ -472,11 +478,11 @@ def guess_logits(
 
 
 def domino_correction(
-    made: Checkpoint, tokens: tuple[int, ...], hidden: Float[Tensor, " hidden"], embedding: Tensor
+    checkpoint: Checkpoint, tokens: tuple[int, ...], hidden: Float[Tensor, " hidden"], embedding: Tensor
 ) -> Float[Tensor, " vocab"] | float:
     """What Domino adds to the logits of a guess, behind the anchor and some draft tokens."""
-    w = made.tensors
-    if len(tokens) <= made.config["dflash_config"]["pure_draft_prefix_len"]:
+    w = checkpoint.tensors
+    if len(tokens) <= checkpoint.config["dflash_config"]["pure_draft_prefix_len"]:
         return 0.0
     layer = torch.nn.GRU(HIDDEN, STATE, bias=False, dtype=torch.float64)
     with torch.no_grad():

@@ -4,7 +4,8 @@ import torch
 from transformers import Qwen3Config
 
 from outrider import catalog
-from outrider.heads.parts.block_formats import AttentionSpan, BlockConfig
+from outrider.heads.dspark import DSparkSizes
+from outrider.heads.parts.block_config import AttentionSpan, BlockConfig
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.blocks import BlockDrafter, BlockHead
 from outrider.lm.target_info import TargetInfo
@@ -26,7 +27,7 @@ def block_head(
     from_anchor: bool | None = None,
     windows: bool = False,
     taps: tuple[int, ...] = (1, 2),
-    own: object = None,
+    extra: object = None,
     seed: int = 5,
 ) -> BlockHead:
     """A tiny head that guesses blocks; its random weights are always the same."""
@@ -42,7 +43,6 @@ def block_head(
         max_position_embeddings=around.max_context,
     )
     config = BlockConfig(
-        method=kind,
         layers=layers,
         block_size=block_size,
         mask_id=0,
@@ -50,10 +50,7 @@ def block_head(
         target_size=size,
         from_anchor=kind == "dspark" if from_anchor is None else from_anchor,
         sights=(AttentionSpan(window=5, causal=True), AttentionSpan()) if windows else (),
-        separate_context_kv=kind == "dflare",
-        markov=markov,
-        markov_rank=6 if kind == "dspark" else 0,
-        extra=own,
+        extra=DSparkSizes(markov=markov, markov_rank=6) if kind == "dspark" else extra,
     )
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)

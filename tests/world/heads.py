@@ -46,14 +46,15 @@ class ToyModule(nn.Module):
         self.unknown = nn.Parameter(torch.randn(size))
         self.rotary, self.attention, self.mlp = Rotary(config), Attention(config, 0), GatedMLP(size, 2 * size)
 
-    def forward(self, tokens, features, positions, mask, cache):
+    def forward(self, inputs):
+        tokens, features = inputs.tokens, inputs.features
         if features is None:
             features = self.unknown.expand(*tokens.shape, -1)
         elif self.masked:
             # What is kept of a position is made of its feature alone.
             tokens = torch.zeros_like(tokens)
         states = self.fc(torch.cat([self.embedding_and_head.embed(tokens).to(features), features], -1))
-        states = states + self.attention(states, self.rotary(states, positions), mask, cache)
+        states = states + self.attention(states, self.rotary(states, inputs.positions), inputs)
         return states + self.mlp(states)
 
     def logits(self, hidden):

@@ -7,13 +7,14 @@ cosines and sines for every rotary scheme that a config can name, and `apply_rot
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from outrider.lm.head import KVCache, attend
+from outrider.lm.head import attend
+from outrider.lm.slots.head_inputs import HeadInputs, KVCache
 
 
 class Rotary(nn.Module):
@@ -74,27 +75,33 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if normed else nn.Identity()
 
     def forward(
-        self,
-        states: Float[Tensor, "rows width features"],
-        rotary: Float[Tensor, "2 rows width dim"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-        cache: KVCache,
+        self, states: Float[Tensor, "rows width all"], rotary: Float[Tensor, "2 rows width dim"], inputs: HeadInputs
     ) -> Float[Tensor, "rows width hidden"]:
         queries, keys = self._heads(self.q_proj(states), self.q_norm), self._heads(self.k_proj(states), self.k_norm)
         queries, keys = apply_rotary_pos_emb(queries, keys, rotary[0], rotary[1])
-        all_keys, all_values = cache.update(keys, self._heads(self.v_proj(states)), self.layer)
+        all_keys, all_values = inputs.cache.update(keys, self._heads(self.v_proj(states)), self.layer)
         # A KV cache may attend itself, because it knows which keys no query sees.
-        read = getattr(cache, "attend", attend)
-        attended = read(queries, all_keys, all_values, mask)
+        read = getattr(inputs.cache, "attend", attend)
+        attended = read(queries, all_keys, all_values, inputs.mask)
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
     def keep(
         self, states: Float[Tensor, "rows width features"], rotary: Float[Tensor, "2 rows width dim"], cache: KVCache
     ) -> None:
         """Store the keys and values of states that ask for nothing themselves."""
-        keys = self._heads(self.k_proj(states), self.k_norm)
-        turned, _ = apply_rotary_pos_emb(keys, keys, rotary[0], rotary[1])
-        cache.update(turned, self._heads(self.v_proj(states)), self.layer)
+        self.store(self.k_proj(states), self.v_proj(states), rotary, cache)
+
+    def store(
+        self,
+        keys: Float[Tensor, "rows width all"],
+        values: Float[Tensor, "rows width all"],
+        rotary: Float[Tensor, "2 rows width dim"],
+        cache: KVCache,
+    ) -> None:
+        """Store keys, which are normed and turned here, and values."""
+        heads = self._heads(keys, self.k_norm)
+        turned, _ = apply_rotary_pos_emb(heads, heads, rotary[0], rotary[1])
+        cache.update(turned, self._heads(values), self.layer)
 
     def _heads(
         self, states: Float[Tensor, "rows width all"], norm: nn.Module | None = None
@@ -144,13 +151,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = norm_of(config)
 
     def forward(
-        self,
-        hidden: Float[Tensor, "rows width hidden"],
-        rotary: Float[Tensor, "2 rows width dim"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-        cache: KVCache,
+        self, hidden: Float[Tensor, "rows width hidden"], rotary: Float[Tensor, "2 rows width dim"], inputs: HeadInputs
     ) -> Float[Tensor, "rows width hidden"]:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache)
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, inputs)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 

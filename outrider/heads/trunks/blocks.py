@@ -8,7 +8,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from reprlib import repr as short
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, embedding
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from outrider.core.dice import Purpose, step_generator
 from outrider.core.types import Guess, InputError, Request, Running, ShortList
@@ -24,20 +24,19 @@ from outrider.drafters.marginal import MarginalDrafter
 from outrider.drafters.protocol import Observed
 from outrider.drafters.slotted import SlotState, SlottedDrafter
 from outrider.heads.doubt import Doubt, other_taps
-from outrider.heads.head import Head, TrainedHead
+from outrider.heads.head import Head, HeadFiles, TrainedHead
 from outrider.heads.objective import HeadContext, HeadObjective
-from outrider.heads.parts.block_exports import exported_config
-from outrider.heads.parts.block_formats import (
-    AttentionSpan,
-    BlockConfig,
-    CheckpointHints,
-    Method,
-    block_config,
-    in_speculators,
-    method_of,
-    native_config,
+from outrider.heads.parts.block_config import AttentionSpan, BlockConfig, CheckpointHints
+from outrider.heads.parts.block_layouts import (
+    architecture_of,
+    authors_config,
+    check_keys,
+    for_engines,
+    inner_of,
+    kind_of,
+    named_in,
+    read_sizes,
     speculators_config,
-    with_tensors,
 )
 from outrider.heads.parts.layer_config import rotary_doubts
 from outrider.heads.parts.layers import Attention, GatedMLP, Rotary
@@ -50,17 +49,22 @@ from outrider.learning.options import HeadOptions, loss, size
 from outrider.learning.target_rows import rows_at, with_rows
 from outrider.learning.top_rows import TopRows
 from outrider.lm.forwards.compilable import ForwardKind
-from outrider.lm.head import HeadLM, KVCache, sees_all
+from outrider.lm.head import HeadLM, sees_all
 from outrider.lm.hf.anatomy import rotary_parameters
 from outrider.lm.hf.checkpoint import TARGET, Checkpoint, TargetShape, build_module
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.slots.batch import upload
+from outrider.lm.slots.head_inputs import HeadInputs
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.target_info import TargetInfo
 
 TABLE_BLOCK = 5
 """Positions of a block in proofs on tables."""
+UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+"""Tensors that the files of all heads may have and that none of them needs."""
+CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+"""The tensors of a confidence head, which some files have and few heads need."""
 JUDGED_AT_ONCE = 32
 """Blocks of a text that are judged in one forward."""
 DISTANCE = divergence("tvd")
@@ -127,53 +131,27 @@ def spread_taps(num_layers: int, count: int) -> tuple[int, ...]:
     return tuple(sorted({min(max(1, round(place) + 1), max(1, num_layers - 1)) for place in places}))
 
 
-class BlockAttention(Attention):
-    """Attention of the positions of a block to each other and to the context.
+class BlockLayer(nn.Module):
+    """A decoder layer of Qwen 3 over the positions of a block, which see each other and the context.
 
     The keys and values of a context position are made of the target's features there.
-
-    Args:
-        separate_context_kv: Whether the context has projections of its own.
     """
 
-    def __init__(self, config: PreTrainedConfig, layer: int, *, separate_context_kv: bool = False) -> None:
-        super().__init__(config, layer, normed=True)
-        self.separate_context_kv = separate_context_kv
-        if separate_context_kv:
-            bias = self.k_proj.bias is not None
-            self.k_proj_target = nn.Linear(config.hidden_size, self.k_proj.out_features, bias=bias)
-            self.v_proj_target = nn.Linear(config.hidden_size, self.v_proj.out_features, bias=bias)
-
-    def remember(
-        self, context: Float[Tensor, "rows width hidden"], rotary: Float[Tensor, "2 rows width dim"], cache: KVCache
-    ) -> None:
-        """Store keys and values of context positions."""
-        to_keys, to_values = (
-            (self.k_proj_target, self.v_proj_target) if self.separate_context_kv else (self.k_proj, self.v_proj)
-        )
-        keys = self._heads(to_keys(context), self.k_norm)
-        keys, _ = apply_rotary_pos_emb(keys, keys, rotary[0], rotary[1])
-        cache.update(keys, self._heads(to_values(context)), self.layer)
-
-
-class BlockLayer(nn.Module):
-    """A decoder layer of Qwen 3 over the positions of a block."""
-
-    def __init__(self, config: PreTrainedConfig, layer: int, *, separate_context_kv: bool = False) -> None:
+    def __init__(self, config: PreTrainedConfig, number: int) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = BlockAttention(config, layer, separate_context_kv=separate_context_kv)
+        self.self_attn = self.attention(config, number)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
+    def attention(self, config: PreTrainedConfig, number: int) -> Attention:
+        """Its attention, with random weights."""
+        return Attention(config, number, normed=True)
+
     def forward(
-        self,
-        states: Float[Tensor, "rows width hidden"],
-        rotary: Float[Tensor, "2 rows width dim"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-        cache: KVCache,
+        self, states: Float[Tensor, "rows width hidden"], rotary: Float[Tensor, "2 rows width dim"], inputs: HeadInputs
     ) -> Float[Tensor, "rows width hidden"]:
-        states = states + self.self_attn(self.input_layernorm(states), rotary, mask, cache)
+        states = states + self.self_attn(self.input_layernorm(states), rotary, inputs)
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
@@ -187,12 +165,22 @@ class BlockHead(Head):
     A target's embedding counts without the factor by which some targets scale it. Its output layer counts with scales
     and caps.
 
+    What a head's files are like stands on its class: the attributes from `name` on, and `published`, `read_config`,
+    `rename`, `written_keys` and `written_inner`, each of which a head can extend.
+
     Attributes:
         feature_size: Width of the tapped states side by side.
         vocab_size: Width of the logits.
-        method: Its name in files.
-        own_keys: The keys of `dflash_config` that it has alone.
         num_taps: How many hidden states a new head reads by default.
+        name: Its name in the catalog, and in the layout of speculators.
+        architectures: Its architectures in its authors' files; the first one is written.
+        speculators: Its architecture in the layout of speculators; None: it is not written in that.
+        speculators_for: The engines that get that layout.
+        keys: The keys of `dflash_config` that it has beside those of all heads.
+        projectors: The values of `projector_type` that name it.
+        unused: The tensors that its files may have and that it does not need.
+        anchor_guesses: Whether the anchor's position guesses the first token where a file does not say it. Other
+            engines take it for granted. None: files differ, and engines read both.
 
     Args:
         config: The sizes.
@@ -203,10 +191,17 @@ class BlockHead(Head):
         DFlash 2026. https://arxiv.org/abs/2602.06036
     """
 
-    method: ClassVar[Method]
-    own_keys: ClassVar[Collection[str]] = ()
     num_taps: ClassVar[int] = 5
     kinds: ClassVar[Sequence[ForwardKind]] = (ForwardKind(logits=False), ForwardKind(features=False))
+
+    name: ClassVar[str]
+    architectures: ClassVar[Sequence[str]]
+    speculators: ClassVar[str | None] = None
+    speculators_for: ClassVar[Collection[str]] = ("vllm",)
+    keys: ClassVar[Collection[str]] = ()
+    projectors: ClassVar[Collection[str]] = ()
+    unused: ClassVar[Collection[str]] = (*UNUSED, *CONFIDENCE)
+    anchor_guesses: ClassVar[bool | None] = False
 
     def __init__(self, config: BlockConfig, embedding_and_head: EmbeddingAndHead, vocab_size: int) -> None:
         super().__init__()
@@ -229,17 +224,66 @@ class BlockHead(Head):
 
     @classmethod
     def published(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
-        """Whether a checkpoint is a head of this method.
+        """Whether a checkpoint is a head of this kind.
 
         Args:
             config: Its config file.
             names: Its tensors.
         """
-        return method_of(config) == cls.method
+        if (kind := kind_of(config)) is not None:
+            return bool(kind == cls.name)
+        return inner_of(config).get("projector_type") in cls.projectors or architecture_of(config) in cls.architectures
+
+    @classmethod
+    def read_config(cls, config: Mapping[str, Any], path: str, hints: CheckpointHints) -> BlockConfig:
+        """The sizes that a config file says.
+
+        Args:
+            path: Where it lies, for messages.
+
+        Raises:
+            InputError: A size is missing or makes no sense, or the file leaves open what only the user can say.
+        """
+        check_keys(config, path, cls.name, cls.keys, cls.projectors)
+        return read_sizes(config, path, hints, from_anchor=cls.anchor_guesses)
+
+    @classmethod
+    def rename(cls, tensors: Mapping[str, Tensor], config: BlockConfig) -> dict[str, Tensor]:
+        """The tensors of a file under the head's own names, without those that it does not need."""
+        bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        return {name: each for name, each in bare.items() if name not in cls.unused and not name.endswith("inv_freq")}
+
+    @classmethod
+    def sized(cls, config: BlockConfig, tensors: Mapping[str, Tensor]) -> BlockConfig:
+        """The sizes with those that tensors under the head's names show."""
+        output, table = tensors.get("lm_head.weight"), tensors.get("embed_tokens.weight")
+        return replace(
+            config,
+            num_outputs=None if output is None else len(output),
+            num_embeddings=None if table is None else len(table),
+            listed="d2t" in tensors,
+        )
+
+    def written_keys(self) -> dict[str, Any]:
+        """What a config file of either layout says of this head alone."""
+        return {}
+
+    def written_inner(self) -> dict[str, Any]:
+        """What `dflash_config` says of this head alone."""
+        return {"sample_from_anchor": True} if self.config.from_anchor else {}
+
+    def in_speculators(self, target: str) -> dict[str, Any]:
+        """The config file in the layout of speculators, for a target of this name."""
+        return speculators_config(self.config, self.name, cast(str, self.speculators), self.written_keys(), target)
+
+    def in_authors(self, target: TargetShape) -> dict[str, Any]:
+        """The config file in the layout of its authors."""
+        architecture, inner = self.architectures[0], self.written_inner()
+        return {**authors_config(self.config, architecture, inner, target.num_layers), **self.written_keys()}
 
     def layer(self, config: BlockConfig, number: int) -> BlockLayer:
         """A decoder layer, with random weights."""
-        return BlockLayer(config.layers, number, separate_context_kv=config.separate_context_kv)
+        return BlockLayer(config.layers, number)
 
     @classmethod
     def new(cls, options: BlockOptions, context: HeadContext) -> "BlockHead":
@@ -251,7 +295,6 @@ class BlockHead(Head):
         if not 0 <= mask_id < known:
             raise InputError(f"mask_token_id must be in 0..{known - 1}, the target's tokens, got {mask_id}")
         config = BlockConfig(
-            method=cls.method,
             layers=layers_like(context.anatomy.text, options.layers, max(known, info.vocab_size)),
             block_size=options.block_size,
             mask_id=mask_id,
@@ -267,17 +310,28 @@ class BlockHead(Head):
     @classmethod
     def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "BlockHead":
         path, hints = checkpoint.path, trained if isinstance(trained, CheckpointHints) else CheckpointHints()
-        config = block_config(checkpoint.config, path, hints, cls.own_keys)
-        if config.method != cls.method:
-            raise InputError(f"the head in {path} is a {config.method} head; use drafter {config.method}")
+        if not cls.published(checkpoint.config, checkpoint.names):
+            raise InputError(
+                f"the head in {path} is no {cls.name} head: its config names {short(named_in(checkpoint.config))}; "
+                "give its path alone, and its files choose the drafter"
+            )
+        try:
+            config = cls.read_config(checkpoint.config, path, hints)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise InputError(f"config.json of {path} does not describe a {cls.name} head: {short(error)}") from error
         trained.check_target(checkpoint.target, config.target_size, target)
         if max(config.taps) > target.num_layers:
             raise InputError(
                 f"the head in {path} reads the hidden states {list(config.taps)}, and this target has "
                 f"{target.num_layers} layers; give a head that was trained for this target"
             )
-        config = cls.with_extra(config, checkpoint.config, path)
-        config, tensors = with_tensors(config, checkpoint.tensors(), path, target.vocab_size)
+        tensors = cls.rename(checkpoint.tensors(), config)
+        output, listed = tensors.get("lm_head.weight"), tensors.get("d2t")
+        if listed is not None and (output is None or (len(output) >= target.vocab_size and not listed.any())):
+            # All tokens, at their own places.
+            del tensors["d2t"]
+        config = cls.sized(config, tensors)
+        _check_vocabulary(config, tensors, path, target.vocab_size)
         borrowed = config.num_embeddings is None or config.num_outputs is None
         if borrowed and config.layers.hidden_size != target.hidden_size:
             raise InputError(
@@ -301,23 +355,6 @@ class BlockHead(Head):
     @classmethod
     def sizes(cls, options: Any) -> dict[str, Any]:
         """What the config of a new head says beside what all heads on this trunk say."""
-        return {}
-
-    @classmethod
-    def with_extra(cls, config: BlockConfig, raw_config: Mapping[str, Any], path: str) -> BlockConfig:
-        """The config of a head on disk with the sizes that this kind of head has alone.
-
-        Args:
-            raw_config: Its config file.
-            path: Where it lies, for messages.
-
-        Raises:
-            InputError: A size is missing or makes no sense.
-        """
-        return config
-
-    def own_record(self) -> dict[str, Any]:
-        """What `dflash_config` says of these sizes."""
         return {}
 
     def draw(self) -> None:
@@ -358,7 +395,7 @@ class BlockHead(Head):
                     changes=[(self, "config", replace(config, mask_id=mask))],
                 )
             )
-        causal = all(sight.causal for sight in config.sights) and bool(config.sights)
+        causal = config.causal == {True}
         other = () if causal else (AttentionSpan(causal=True),) * config.layers.num_hidden_layers
         doubts.append(
             Doubt(
@@ -374,20 +411,42 @@ class BlockHead(Head):
         if self.config.num_embeddings is not None:
             self.embed_tokens.requires_grad_(False)
 
-    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """In the layout of speculators, or where that cannot describe the head, in the layout of its authors."""
-        if in_speculators(self.config):
-            config = speculators_config(self.config, name)
-        else:
-            config = native_config(self.config, self.own_record(), target.num_layers)
-        config[TARGET] = target.record()
-        return {**config, "torch_dtype": str(dtype).removeprefix("torch.")}, self.state_dict()
+    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> HeadFiles:
+        """In the layout of speculators, which has no causal layers without a window, or in that of its authors."""
+        windowed = not any(span.causal and span.window is None for span in self.config.sights)
+        config = self.in_speculators(name) if self.speculators and windowed else self.in_authors(target)
+        return self._labelled(config, target, dtype)
 
-    def exported(
-        self, engine: str, target: TargetShape, dtype: torch.dtype, name: str
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        config = exported_config(self.config, engine, target, name, self.own_record())
-        return {**config, "torch_dtype": str(dtype).removeprefix("torch."), TARGET: target.record()}, self.state_dict()
+    def exported(self, engine: str, target: TargetShape, dtype: torch.dtype, name: str) -> HeadFiles:
+        """vLLM gets the layout of speculators where that can describe the head. There one key says whether windows are
+        causal, and vLLM takes it for layers without windows too. So a head with causal layers is written in its
+        authors' layout.
+        """
+        config, train = self.config, f"train one: outrider train {self.name}"
+        if engine == "vllm" and config.from_anchor and self.anchor_guesses is False:
+            raise InputError(
+                f"vllm reads {self.name} heads whose first mask guesses the first token, and in this one the anchor's "
+                f"position does; {train}"
+            )
+        if engine == "llama.cpp" and (config.num_outputs is not None or config.num_embeddings is not None):
+            raise InputError(
+                f"llama.cpp reads {self.name} heads that use the target's embedding and output layer, and this one has "
+                f"its own; {train}"
+            )
+        if engine != "vllm" and any(span != AttentionSpan() for span in config.sights):
+            raise InputError(
+                f"{engine} reads {self.name} heads whose positions see all of the context and of their block, and this "
+                f"one has windows or causal layers; vllm reads it, or {train}"
+            )
+        if engine in self.speculators_for and self.speculators and True not in config.causal:
+            return self._labelled(self.in_speculators(name), target, dtype)
+        written = for_engines(self.in_authors(target), config, target.num_layers)
+        return self._labelled(written, target, dtype)
+
+    def _labelled(self, config: dict[str, Any], target: TargetShape, dtype: torch.dtype) -> HeadFiles:
+        """A config file that says its dtype and its target, and the tensors."""
+        labels = {TARGET: target.record(), "torch_dtype": str(dtype).removeprefix("torch.")}
+        return {**config, **labels}, self.state_dict()
 
     @property
     def ids(self) -> Int[Tensor, " width"] | None:
@@ -408,48 +467,36 @@ class BlockHead(Head):
     def extra_repr(self) -> str:
         """The choices that no tensor shows."""
         choices = ("block_size", "mask_id", "taps", "from_anchor", "unused_positions", "sights", "embedding_scale")
-        return ", ".join(f"{name}={getattr(self.config, name)}" for name in (*choices, "markov", "extra"))
+        return ", ".join(f"{name}={getattr(self.config, name)}" for name in (*choices, "extra"))
 
-    def forward(
-        self,
-        tokens: Int[Tensor, "rows width"],
-        features: Float[Tensor, "rows width dim"] | None,
-        positions: Int[Tensor, "rows width"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-        cache: KVCache,
-    ) -> Float[Tensor, "rows width hidden"]:
+    def forward(self, inputs: HeadInputs) -> Float[Tensor, "rows width hidden"]:
         """Features of context positions are remembered, whatever the tokens there. Without features, the nodes are a
         block: its output features are those below the output layer.
         """
-        if features is None:
-            return self.block(tokens, positions, mask, cache)
-        contexts = self.contexts(features)
-        rotary = self.rotary(contexts[0], positions)
+        if inputs.features is None:
+            return self.block(inputs)
+        contexts = self.contexts(inputs.features)
+        rotary = self.rotary(contexts[0], inputs.positions)
         for layer, context in zip(self._layers(), contexts, strict=True):
-            layer.self_attn.remember(context, rotary, cache)
+            layer.self_attn.keep(context, rotary, inputs.cache)
         return contexts[-1]
 
     def block(
-        self,
-        tokens: Int[Tensor, "rows width"],
-        positions: Int[Tensor, "rows width"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-        cache: KVCache,
-        places: Int[Tensor, "rows keys"] | None = None,
+        self, inputs: HeadInputs, places: Int[Tensor, "rows keys"] | None = None
     ) -> Float[Tensor, "rows width hidden"]:
         """Output features of blocks.
 
         Args:
             places: Position of each key; None: keys stand in the order of their positions, without gaps.
         """
-        states = self.embed(tokens)
-        rotary = self.rotary(states, positions)
+        states, mask = self.embed(inputs.tokens), inputs.mask
+        rotary = self.rotary(states, inputs.positions)
         for i, layer in enumerate(self._layers()):
-            seen = mask
+            seen = inputs
             if self.config.sights and self.config.sights[i] != AttentionSpan():
                 keys = torch.arange(mask.shape[-1], device=mask.device)[None] if places is None else places
-                seen = mask & _within(self.config.sights[i], positions, keys)[:, None]
-            states = layer(states, rotary, seen, cache)
+                seen = replace(inputs, mask=mask & _within(self.config.sights[i], inputs.positions, keys)[:, None])
+            states = layer(states, rotary, seen)
         return self.norm(states)
 
     def embed(self, tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch hidden"]:
@@ -489,6 +536,47 @@ class BlockHead(Head):
 
     def _layers(self) -> list[BlockLayer]:
         return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
+
+
+class FusedBlockHead(BlockHead):
+    r"""A head whose context has the feature $c = \mathrm{RMSNorm}(W_{fc} [o_1; \ldots; o_n])$ at each position.
+
+    Every layer makes its keys and values of $c$ with the projections that it also has for the block.
+    """
+
+    def __init__(self, config: BlockConfig, embedding_and_head: EmbeddingAndHead, vocab_size: int) -> None:
+        super().__init__(config, embedding_and_head, vocab_size)
+        self.fc = nn.Linear(self.feature_size, config.layers.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.layers.hidden_size, eps=config.layers.rms_norm_eps)
+
+    def contexts(self, features: Float[Tensor, "*batch dim"]) -> Sequence[Float[Tensor, "*batch hidden"]]:
+        return [self.hidden_norm(self.fc(features))] * len(self.layers)
+
+
+def _check_vocabulary(config: BlockConfig, tensors: Mapping[str, Tensor], path: str, vocab_size: int) -> None:
+    """Raise InputError if the tokens that a head knows are not the target's."""
+    # An assistant of transformers has its target's vocabulary.
+    known = config.layers.vocab_size or vocab_size
+    if known < vocab_size:
+        raise InputError(
+            f"the head in {path} knows {known:,} tokens, and this target has {vocab_size:,}; give a head that was "
+            "trained for this target"
+        )
+    if not config.listed and config.num_outputs is not None and config.num_outputs < vocab_size:
+        raise InputError(
+            f"the head in {path} guesses {config.num_outputs:,} of {vocab_size:,} tokens, and has no list (d2t) of them"
+        )
+    if config.listed:
+        offsets = tensors["d2t"].long()
+        ids = torch.arange(len(offsets)) + offsets
+        rising = bool((ids[1:] > ids[:-1]).all())
+        if len(ids) != config.num_outputs or not rising or int(ids[-1]) >= vocab_size or int(ids[0]) < 0:
+            raise InputError(f"the list of tokens (d2t) of the head in {path} does not fit this target; get it again")
+    if not 0 <= config.mask_id < (config.num_embeddings or known):
+        raise InputError(
+            f"the head in {path} has the mask token {config.mask_id}, and its tokens are below {known}; say the right "
+            "one with mask_token_id=..."
+        )
 
 
 def _within(
@@ -860,7 +948,7 @@ class BlockObjective(HeadObjective):
             agrees.append(equal.view(-1, depth).cpu().numpy())
         return JudgedDrafts(log_ratios=np.concatenate(ratios), agrees=np.concatenate(agrees))
 
-    def record(self, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def record(self, dtype: torch.dtype) -> HeadFiles:
         config, tensors = super().record(dtype)
         if "speculators_config" in config:
             config["speculators_config"]["verifier"]["architectures"] = [type(self.context.target).__name__]
@@ -878,7 +966,8 @@ class BlockObjective(HeadObjective):
         rows, length = batch.tokens.shape
         places = torch.arange(length, device=batch.tokens.device).expand(rows, -1)
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.tokens.device)
-        self.head(batch.tokens, features, places, mask.expand(rows, 1, length, length), cache)
+        sees = mask.expand(rows, 1, length, length)
+        self.head(HeadInputs(tokens=batch.tokens, features=features, positions=places, mask=sees, cache=cache))
         return cache
 
     def _guesses(self, batch: TrainBatch, context: GroupKeys, anchors: Anchors, depth: int) -> _Guesses:
@@ -962,7 +1051,8 @@ def blocks(
     together = (number[:, None] == number).expand(len(tokens), -1, -1)
     keys = torch.cat([along.expand(len(tokens), -1), positions], 1)
     mask = torch.cat([behind, together], -1)[:, None]
-    return head.block(read.flatten(1), positions, mask, context, keys).unflatten(1, (-1, size))
+    inputs = HeadInputs(tokens=read.flatten(1), features=None, positions=positions, mask=mask, cache=context)
+    return head.block(inputs, keys).unflatten(1, (-1, size))
 
 
 def _misjudged(confidence: Float[Tensor, " n"], far: Float[Tensor, " n"]) -> Float[Tensor, " n"]:

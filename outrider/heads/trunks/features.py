@@ -2,15 +2,15 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from reprlib import repr as short
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -26,11 +26,12 @@ from outrider.heads.parts.layers import Rotary
 from outrider.learning.attention import GroupKeys
 from outrider.learning.batch import PADDING, TrainBatch, on_device
 from outrider.learning.options import HeadOptions, loss
-from outrider.lm.head import HeadLM, KVCache
+from outrider.lm.head import HeadLM
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import LM, Extension, Segment
 from outrider.lm.slots.batch import joined, upload
 from outrider.lm.slots.chain import LinkedChain, Links
+from outrider.lm.slots.head_inputs import HeadInputs
 from outrider.lm.tabular import TabularHead
 from outrider.lm.target_info import TargetInfo
 from outrider.trees.chained import Follow
@@ -56,8 +57,6 @@ class FeatureHead(Head):
         embed_tokens: Its own embedding; None takes the target's.
         layers: Its decoder layers.
         ids: The tokens that it can guess, ascending; None: all.
-        specialists: The decoder layers of further specialists, which replace `layers` in later draft steps (PosS).
-        stride: Draft steps of each specialist but the last.
 
     Args:
         own_embedding: Whether it has an embedding of its own.
@@ -75,7 +74,6 @@ class FeatureHead(Head):
         self.feature_size, self.vocab_size = config.hidden_size, vocab_size
         self.rotary = Rotary(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
-        self.specialists, self.stride = nn.ModuleList(), 1
 
     def doubts(self, target: TargetInfo) -> Sequence[Doubt]:
         doubts = rotary_doubts(self, self.config, target.config)
@@ -96,14 +94,7 @@ class FeatureHead(Head):
         """Features from the tapped states of the target, side by side."""
 
     @abstractmethod
-    def forward(
-        self,
-        tokens: Int[Tensor, "rows width"],
-        features: Float[Tensor, "rows width dim"],
-        positions: Int[Tensor, "rows width"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-        cache: KVCache,
-    ) -> Float[Tensor, "rows width hidden"]:
+    def forward(self, inputs: HeadInputs) -> Float[Tensor, "rows width hidden"]:
         """What is output at each pair."""
 
     @abstractmethod
@@ -114,46 +105,9 @@ class FeatureHead(Head):
         """The feature that a draft token is read with, from what was output before it; by default the same."""
         return head_output
 
-    def prefill(
-        self,
-        tokens: Int[Tensor, "rows width"],
-        features: Float[Tensor, "rows width dim"],
-        positions: Int[Tensor, "rows width"],
-        cache: KVCache,
-    ) -> None:
+    def prefill(self, inputs: HeadInputs) -> None:
         """Store the keys and values of pairs whose outputs nobody needs. The head has one layer."""
-        raise NotImplementedError(f"{type(self).__name__} cannot have specialists")
-
-    def specialise(self, count: int, stride: int) -> None:
-        """Become `count` specialists, whose layers are copies of these.
-
-        Raises:
-            InputError: A number is too small, or there are several layers.
-        """
-        if count < 1 or stride < 1:
-            raise InputError(f"specialists and their draft steps must be >= 1, got {count} and {stride}")
-        if len(self.layers) != 1:
-            raise InputError(f"a head with specialists has one layer, and this one has {len(self.layers)}")
-        self.specialists = nn.ModuleList(copy.deepcopy(self.layers) for _ in range(count - 1))
-        self.stride = stride
-
-    def specialist(self, step: int) -> int:
-        """The number of the specialist of a draft step. Both are counted from 0."""
-        return min(step // self.stride, len(self.specialists))
-
-    def reader(self, number: int) -> "FeatureHead":
-        """This head with the layers of a specialist. All else is shared with it."""
-        if number == 0:
-            return self
-        twin = copy.copy(self)
-        twin._modules = {**self._modules, "layers": self.specialists[number - 1]}
-        return twin
-
-    def first_specialist(self) -> "FeatureHead":
-        """This head with its first specialist alone: a head without specialists, which shares all else with it."""
-        twin = copy.copy(self)
-        twin._modules = {**self._modules, "specialists": nn.ModuleList()}
-        return twin
+        raise NotImplementedError(f"{type(self).__name__} cannot read pairs without an output")
 
     def target_logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
         """Logits by the target's output layer, in the target's dtype."""
@@ -208,23 +162,6 @@ class FeatureState(TreeState):
                 kept.append(features[:count])
             count -= len(features)
         return kept
-
-
-@runtime_checkable
-class FeatureModule(Protocol):
-    """What computes for a `FeatureDrafter`: a `FeatureHead`, or something with these functions of it."""
-
-    def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
-        """As `FeatureHead.fuse`."""
-        ...
-
-    def next_feature(self, head_output: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
-        """As `FeatureHead.next_feature`."""
-        ...
-
-    def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch width"]:
-        """As `FeatureHead.logits`."""
-        ...
 
 
 Features = TypeVar("Features", bound=FeatureState)
@@ -458,6 +395,14 @@ def output_features(extension: Extension) -> Float[Tensor, "nodes hidden"]:
     return extension.features
 
 
+def attach_target(module: nn.Module, target: TargetInfo) -> nn.Module:
+    """A head in the dtype of a target, whose embedding and output layer it uses from now on."""
+    head = cast(Any, module.to(target.dtype))
+    ids, embedding_and_head = head.embedding_and_head.ids, target.embedding_and_head()
+    head.embedding_and_head = embedding_and_head if ids is None else embedding_and_head.cut(ids)
+    return module
+
+
 @dataclass(frozen=True, kw_only=True)
 class FeatureDrafter(OwnFeatures[Features]):
     """Guess by a `FeatureHead`.
@@ -488,9 +433,10 @@ class FeatureDrafter(OwnFeatures[Features]):
         return self.reads
 
     @property
-    def module(self) -> FeatureModule:
+    def module(self) -> FeatureHead:
         """What computes: the head's module, or its packed twin."""
-        return self.lm.module if isinstance(self.lm, TabularHead) else cast(FeatureModule, self.lm.running)
+        # That of tables has the functions of a head.
+        return cast(FeatureHead, self.lm.module if isinstance(self.lm, TabularHead) else self.lm.running)
 
     @torch.inference_mode()
     def features(self, taps: Mapping[int, Float[Tensor, "n hidden"]]) -> Float[Tensor, "n dim"]:
@@ -503,13 +449,8 @@ class FeatureDrafter(OwnFeatures[Features]):
     def cast(self, target_info: TargetInfo) -> "FeatureDrafter":
         if isinstance(self.lm, TabularHead):
             return self
-        module = copy.deepcopy(cast(Any, self.lm.module)).to(target_info.dtype)
-        ids = module.embedding_and_head.ids
-        module.embedding_and_head = (
-            target_info.embedding_and_head() if ids is None else target_info.embedding_and_head().cut(ids)
-        )
-        lm = HeadLM(module, max_slots=self.lm.max_slots, max_context=self.lm.max_context)
-        return replace(self, lm=lm)
+        module = attach_target(copy.deepcopy(self.lm.module), target_info)
+        return replace(self, lm=HeadLM(module, max_slots=self.lm.max_slots, max_context=self.lm.max_context))
 
     def on_tables(self, vocab_size: int, seed: int) -> "FeatureDrafter":
         return replace(self, lm=TabularHead(vocab_size, seed), reads=(0,), short_list=None)
@@ -538,8 +479,6 @@ class FeatureObjective(GuessObjective):
     target's features up to $t$ and the features of its own place in passes $1 \ldots j$. So pass $j$ at $t$ is what
     draft step $j$ computes behind the anchor $x_{t+1}$, if the draft tokens are those of the text.
 
-    A specialist of a head reads the pairs of all passes before its first one with its own keys and values.
-
     References:
         Li et al. 2025, EAGLE-3. https://arxiv.org/abs/2503.01840
         Zhang et al. 2024, HASS. https://arxiv.org/abs/2408.15766
@@ -557,8 +496,11 @@ class FeatureObjective(GuessObjective):
         return self.options.unrolled
 
     def head_tokens(self, length: int) -> int:
-        # Of several specialists, each runs in its own passes.
-        return length * self.num_guesses // (1 + len(self.head.specialists))
+        return length * self.num_guesses
+
+    def passes(self) -> Callable[[int, HeadInputs], Float[Tensor, "rows length hidden"]]:
+        """What runs pass 0, 1, ... of some rows, in order."""
+        return lambda number, inputs: cast(Tensor, self.head(inputs))
 
     def guesses(self, batch: TrainBatch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
         """What the head outputs in pass 0, 1, ..., `count - 1`."""
@@ -567,19 +509,13 @@ class FeatureObjective(GuessObjective):
         if self.training and self.options.noise:
             features = features + self._noises(batch).to(features)
         places, eye = torch.arange(length, device=device), torch.eye(length, dtype=torch.bool, device=device)
-        mask, kept = torch.ones_like(eye).tril(), GroupKeys()
-        reader, pairs = self.head, list[tuple[Tensor, Tensor, Tensor]]()
+        mask, cache, run = torch.ones_like(eye).tril(), GroupKeys(), self.passes()
         for number in range(count):
             tokens = torch.nn.functional.pad(batch.tokens[:, 1 + number :], (0, min(1 + number, length)), value=PADDING)
             positions = (places + number).expand(len(tokens), -1)
             seen = mask.expand(len(tokens), 1, -1, -1)
-            if number and self.head.specialist(number) != self.head.specialist(number - 1):
-                reader, kept = self.head.reader(self.head.specialist(number)), GroupKeys()
-                for pair in pairs:
-                    reader.prefill(*pair, kept)
-            if self.head.specialists:
-                pairs.append((tokens, features, positions))
-            head_output = reader(tokens, features, positions, seen, kept)
+            inputs = HeadInputs(tokens=tokens, features=features, positions=positions, mask=seen, cache=cache)
+            head_output = run(number, inputs)
             yield head_output
             features = self.head.next_feature(head_output.detach() if self.detached else head_output)
             mask = torch.cat([mask, eye], -1)

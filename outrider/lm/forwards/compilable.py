@@ -15,6 +15,7 @@ from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.cache_keyword import cache_keyword
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.hf.taps import attach
+from outrider.lm.slots.head_inputs import HeadInputs
 from outrider.lm.slots.masks import MaskBuilder
 from outrider.lm.slots.window import Window
 
@@ -193,7 +194,8 @@ class TracedHead(nn.Module):
         masks: Sequence[Tensor],
         window: Window,
     ) -> tuple[Tensor, ...]:
-        hidden: Tensor = self.twin(tokens, features, positions, masks[0], window)
+        inputs = HeadInputs(tokens=tokens, features=features, positions=positions, mask=masks[0], cache=window)
+        hidden: Tensor = self.twin(inputs)
         if columns is None:
             return (hidden,)
         logits: Tensor = self.twin.logits(hidden[:, columns])  # type: ignore[operator]
