@@ -57,7 +57,7 @@ class DraftRows:
     log_probs: Float[np.ndarray, "text depth"]
     coupled: Float[np.ndarray, "text depth"]
     guesses: Int[np.ndarray, " text"]
-    trees: Mapping[str, Float[np.ndarray, "text depth ..."]] = field(default_factory=dict)
+    trees: Mapping[str, Float[np.ndarray, "text levels ..."]] = field(default_factory=dict)
 
     def ahead(self, values: Float[np.ndarray, "text depth ..."], place: int, depth: int) -> Float[np.ndarray, "n ..."]:
         """The values of a draft that begins at a place, down to a depth or to the end of the text.

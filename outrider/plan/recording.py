@@ -221,7 +221,7 @@ class _Notes:
     log_q: Float[np.ndarray, "text depth"]
     coupled: Float[np.ndarray, "text depth"]
     guesses: np.ndarray
-    trees: dict[str, Float[np.ndarray, "text depth ..."]]
+    trees: dict[str, Float[np.ndarray, "text levels ..."]]
 
     @classmethod
     def of(

