@@ -27,7 +27,6 @@ from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
 from outrider.core.types import Request, Running, Sampling, Step, Timing
-from outrider.lengths.acceptance import tokens_by_length
 from outrider.lengths.costs import CostTable, StepCost
 from outrider.lengths.experience import Experience, LengthChoice, PolicyState
 from outrider.lengths.goodput import GoodputLength
@@ -55,6 +54,20 @@ FALL, SPREAD = 2.0, 0.55
 WRONG, DIRECTION = 0.1, 0.05
 """How far costs are off, and from which gain on a step can be in the wrong direction."""
 QUICK = {"runs": 1, "tokens": "64", "requests": "1"}
+
+
+def tokens_by_length(rates: Sequence[float]) -> list[float]:
+    r"""Expected tokens of a step with a draft of n = 0, 1, ... tokens: $1 + \sum_{j \le n} \prod_{i \le j} a_i$.
+
+    Example:
+        >>> tokens_by_length([0.5, 0.5])
+        [1.0, 1.5, 1.75]
+    """
+    tokens, reached = [1.0], 1.0
+    for rate in rates:
+        reached *= rate
+        tokens.append(tokens[-1] + reached)
+    return tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.output import Update
 from outrider.host import remembered
 from outrider.lengths.costs import CostTable
+from outrider.lengths.experience import RECORD as ACCEPTANCE
 from outrider.lengths.fixed import FixedLength
 from outrider.plan.table import RECORD as COSTS
 from outrider.plan.table import measured
@@ -57,7 +58,7 @@ from recipes.questions import read_prompts
 
 PLAIN, DEFAULT, CONTROL = "plain", "default", "plain, again"
 """`plain, again` runs what `plain` runs. What the two differ by is noise."""
-LEARNT = (COSTS, "acceptance")
+LEARNT = (COSTS, ACCEPTANCE)
 """The kinds of records that a process with an empty cache must not see."""
 PASSES = 6
 """How often each way has its turn. A machine is slower now and then, which must not fall on one way alone."""

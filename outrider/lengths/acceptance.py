@@ -1,245 +1,178 @@
-"""How often draft tokens are accepted, by their depth: over all requests of an engine, and of one request."""
+"""How often draft tokens are accepted: counts by depth, and the tokens that drafts are expected to bring."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
-from outrider.lengths.hits import FADE, NO_HITS, Hits
+import numpy as np
+from jaxtyping import Float
 
-PRIOR, WEIGHT = 0.6, 8.0
-"""Acceptance at depth 1 before any is seen; and as how many tested tokens of a depth the other depths count."""
-RISE = 0.4
-"""How much the logit of acceptance rises from a depth to one that is e times as deep. It is 0.45 in texts of the
-embedded pair at temperature 1."""
-OWN_DECAY = 0.99
-"""Weight of a request's earlier steps, per step, whether it drafted or not."""
-VARIANCE, WIDE_VARIANCE = 0.3, 1.5
-"""Variance of the logit of acceptance: between requests of the same texts, and around the prior. The latter holds the
-former, so that what all requests have in common varies by the difference."""
-NEWTON_STEPS, LONGEST_STEP = 4, 2.0
-"""Iterations that find how far to move logits, and how far one of them may."""
+from outrider.core.types import Step
 
-
-@dataclass(kw_only=True)
-class PooledAcceptance:
-    r"""Acceptance by depth over all requests. Changes in place.
-
-    $a_i = (k_i + 8 \bar a_i) / (n_i + 8)$, with $n_i$ tokens tested at depth i, $k_i$ of them accepted; both fade.
-    $\bar a_i$ is `prior_rates`, with all logits moved as far as the counts of all depths make likeliest. A token is
-    tested if all before it were accepted. So the first rejected token of a draft is tested, and the tokens behind it
-    are not.
-
-    Attributes:
-        tested: n, from depth 1 on.
-        accepted: k.
-        hits: How often a draft was found.
-
-    Example:
-        >>> pooled = PooledAcceptance()
-        >>> pooled.note([(3, 2), (3, 0)], asked=2)
-        >>> pooled.tested, pooled.accepted
-        ([2.0, 1.0, 1.0], [1.0, 1.0, 0.0])
-    """
-
-    tested: list[float] = field(default_factory=list)
-    accepted: list[float] = field(default_factory=list)
-    hits: Hits = NO_HITS
-
-    @property
-    def num_drafts(self) -> float:
-        """How many drafts are remembered."""
-        return max([self.hits.asked, *self.tested[:1]])
-
-    def note(self, drafts: Sequence[tuple[int, int]], *, asked: int) -> None:
-        """Count a step. Earlier ones fade, whether this one drafts or not.
-
-        Args:
-            drafts: For each request, the number of draft tokens and how many of them were accepted.
-            asked: How many requests asked for a draft.
-        """
-        more = [0.0] * (max([drafted for drafted, _ in drafts], default=0) - len(self.tested))
-        self.tested = [FADE * count for count in self.tested] + more
-        self.accepted = [FADE * count for count in self.accepted] + more
-        for drafted, accepted in drafts:
-            for depth in range(min(accepted + 1, drafted)):
-                self.tested[depth] += 1
-            for depth in range(accepted):
-                self.accepted[depth] += 1
-        self.hits = self.hits.after(asked=asked, found=sum([drafted > 0 for drafted, _ in drafts]))
-
-    def rates(self, longest: int) -> list[float]:
-        """$a_1, a_2, \\ldots$ up to a depth."""
-        return self.rates_and_variance(longest)[0]
-
-    def rates_and_variance(self, longest: int) -> tuple[list[float], float]:
-        """The rates up to a depth, and the variance of what moves the logits of all."""
-        moved, variance = _moved_and_left(prior_rates(longest), self.tested, self.accepted, WIDE_VARIANCE)
-        counts = zip(self.tested, self.accepted, moved, strict=False)
-        rates = [(accepted + WEIGHT * rate) / (tested + WEIGHT) for tested, accepted, rate in counts]
-        return rates + moved[len(rates) :], variance
+FADE = 0.5 ** (1 / 250)
+"""Weight of earlier steps, per step: half after 250 steps, with drafts or without."""
+PRIOR, RISE, WEIGHT = 0.6, 0.4, 8.0
+"""Acceptance at depth 1 before any is seen; how much its logit rises from a depth to one that is e times as deep (0.45
+in texts of the embedded pair at temperature 1); and as how many tested tokens of a depth the other depths count."""
+COMMON, OWN = 1.2, 0.3
+"""Variance of the logit of acceptance: of what all requests have in common, and of what each has of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnAcceptance:
-    r"""Acceptance of one request: the pooled one, moved by the request's own logit u.
+class Counts:
+    """How often drafts were found and their tokens accepted. Earlier steps count less.
 
-    $a_{r,i} = \sigma(\operatorname{logit} a_i + u)$ with the u that maximises the likelihood of the request's decayed
-    counts times a normal prior around 0. Without counts u is 0.
+    A token is tested if all before it were accepted. So the first rejected token of a draft is tested, and the tokens
+    behind it are not. A draft itself stands at depth 0: it is tested where one was asked for, and accepted where the
+    drafter found one. A model always does.
 
     Attributes:
-        tested: Decayed number of tested tokens, from depth 1 on.
+        tested: By depth, from 0 on.
         accepted: How many of them were accepted.
-        hits: How often a draft was found.
 
     Example:
-        >>> own = OwnAcceptance()
-        >>> for _ in range(30):
-        ...     own = own.after(drafted=4, accepted=0)
-        >>> [round(rate, 2) for rate in own.rates([0.6, 0.6], variance=1.0)]
-        [0.1, 0.1]
+        >>> from outrider.core.types import Timing
+        >>> tokens, counts = dict(num_draft_tokens=3, num_accepted_tokens=1, tokens=(5, 7)), Counts()
+        >>> counts = counts.after([Step(request="r", num_requests=1, timing=Timing(), **tokens)])
+        >>> counts.tested, counts.accepted
+        ((1.0, 1.0, 1.0, 0.0), (1.0, 1.0, 0.0, 0.0))
     """
 
     tested: tuple[float, ...] = ()
     accepted: tuple[float, ...] = ()
-    hits: Hits = NO_HITS
 
-    @property
-    def num_drafts(self) -> float:
-        """How many drafts are remembered."""
-        return max([self.hits.asked, *self.tested[:1]])
+    def after(self, steps: Sequence[Step]) -> "Counts":
+        """The counts after a step of some requests. What was counted before fades, whether these draft or not."""
+        steps = [step for step in steps if step.room or step.num_draft_tokens]
+        longest = max([step.num_draft_tokens for step in steps], default=-1)
+        more = [0.0] * (longest + 1 - len(self.tested))
+        tested, accepted = ([FADE * count for count in counts] + more for counts in (self.tested, self.accepted))
+        for step in steps:
+            for depth in range(min(step.num_accepted_tokens + 1, step.num_draft_tokens) + 1):
+                tested[depth] += 1
+            for depth in range(step.num_accepted_tokens + 1 if step.num_draft_tokens else 0):
+                accepted[depth] += 1
+        return Counts(tested=tuple(tested), accepted=tuple(accepted))
 
-    def after(self, drafted: int, accepted: int, *, asked: bool = False) -> "OwnAcceptance":
-        """The counts after a step.
+    def at_most(self, most: float) -> "Counts":
+        """The same rates, from at most so many drafts and tokens of a depth."""
+        weights = [min(1.0, most / max(count, 1e-9)) for count in self.tested]
+        tested, accepted = (
+            tuple(weight * count for weight, count in zip(weights, counts, strict=True))
+            for counts in (self.tested, self.accepted)
+        )
+        return Counts(tested=tested, accepted=accepted)
 
-        Args:
-            asked: Whether a draft was asked for. It is where there is one.
-        """
-        asked = asked or drafted > 0
-        if not asked and not self.hits.asked:
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedTokens:
+    """What drafts of some requests are worth, by their length from 0 on.
+
+    Attributes:
+        tokens: Expected tokens of a step.
+        deviations: Their standard deviations: acceptance, and how often a draft is found, are not known for sure.
+        hits: The probability that a draft is found.
+        common: The share of their variances that comes from what requests have in common.
+        unknown: The share of what is known of drafts that is the prior: 1 before any was asked for.
+    """
+
+    tokens: Float[np.ndarray, "requests lengths"]
+    deviations: Float[np.ndarray, "requests lengths"]
+    hits: Float[np.ndarray, " requests"]
+    common: Float[np.ndarray, " requests"]
+    unknown: Float[np.ndarray, " requests"]
+
+    def within(self, rooms: Sequence[int]) -> "ExpectedTokens":
+        """What is left of it where drafts are at most so long."""
+        lengths = np.arange(self.tokens.shape[1])
+        if min(rooms) >= lengths[-1]:
             return self
-        count = max(len(self.tested), drafted)
-        tested = [OWN_DECAY * old for old in self.tested] + [0.0] * (count - len(self.tested))
-        kept = [OWN_DECAY * old for old in self.accepted] + [0.0] * (count - len(self.accepted))
-        for depth in range(min(accepted + 1, drafted)):
-            tested[depth] += 1
-        for depth in range(accepted):
-            kept[depth] += 1
-        hits = self.hits.after(asked=int(asked), found=int(drafted > 0))
-        return OwnAcceptance(tested=tuple(tested), accepted=tuple(kept), hits=hits)
-
-    def rates(self, pooled: Sequence[float], variance: float) -> list[float]:
-        """The request's acceptance by depth.
-
-        Args:
-            pooled: That of all requests.
-            variance: Of the prior of u.
-        """
-        return self.rates_and_variance(pooled, variance)[0]
-
-    def rates_and_variance(self, pooled: Sequence[float], variance: float) -> tuple[list[float], float]:
-        """The request's acceptance by depth, and the variance of u that its counts leave."""
-        return _moved_and_left(pooled, self.tested, self.accepted, variance)
+        at = np.minimum(lengths, np.array(rooms)[:, None])
+        tokens, deviations = (np.take_along_axis(each, at, 1) for each in (self.tokens, self.deviations))
+        return replace(self, tokens=tokens, deviations=deviations)
 
 
-def prior_rates(longest: int) -> list[float]:
+def expected_tokens(
+    counts: Sequence[Counts], pools: Sequence[Counts] | None, usual_hits: Sequence[float], longest: int
+) -> ExpectedTokens:
+    r"""What drafts of some requests are worth by what was counted.
+
+    The logit of acceptance at depth i is that of `prior_rates`, and a common and an own part, both normal around 0. The
+    counts of a pool move all depths together, then each depth by its own counts, $a_i = (k_i + 8 a_i) / (n_i + 8)$. A
+    request's own counts move its rates from there. A draft of n tokens is expected to bring
+    $1 + h \sum_{j \le n} \prod_{i \le j} a_i$ tokens, if it is found with probability h.
+
+    Args:
+        counts: Of each request.
+        pools: Counts of all requests like each; None: those of these alone. What others are known for is what they hold
+            beside the request's own.
+        usual_hits: How often a draft is found, before any was asked for.
+        longest: Longest draft.
+
+    Example:
+        >>> new = expected_tokens([Counts()], None, [1.0], 2)
+        >>> new.tokens.round(2).tolist(), new.deviations.round(2).tolist()
+        ([[1.0, 1.6, 2.0]], [[0.0, 0.29, 0.65]])
+    """
+    own = _arrays(counts, longest)
+    everyone = own.sum(1, keepdims=True) if pools is None else _arrays(pools, longest)
+    (tested, accepted), (others_tested, others_accepted) = own, np.maximum(everyone - own, 0)
+    # A pool that began later than a request may hold less than the request does.
+    others_accepted = np.minimum(others_accepted, others_tested)
+    rates, variance = _moved(prior_rates(longest)[None], others_tested[:, 1:], others_accepted[:, 1:], COMMON)
+    rates = (others_accepted[:, 1:] + WEIGHT * rates) / (others_tested[:, 1:] + WEIGHT)
+    common = variance / (OWN + variance)
+    rates, variance = _moved(rates, tested[:, 1:], accepted[:, 1:], OWN + variance)
+    hits, asked = np.array(usual_hits), others_tested[:, 0] + tested[:, 0] + WEIGHT
+    for of_drafts, of_found in ((others_tested, others_accepted), (tested, accepted)):
+        hits = (of_found[:, 0] + WEIGHT * hits) / (of_drafts[:, 0] + WEIGHT)
+    # A logit that grows moves ln a_i by 1 - a_i (delta method). The rate of hits varies as in a beta distribution.
+    reached = np.cumprod(rates, axis=1)
+    more = np.cumsum(reached, axis=1)
+    slopes = np.cumsum(reached * np.cumsum(1 - rates, axis=1), axis=1)
+    hits_variance = hits * (1 - hits) / (asked + 1)
+    deviations = np.sqrt((hits**2 * variance)[:, None] * slopes**2 + hits_variance[:, None] * more**2)
+    nothing = np.zeros((len(counts), 1))
+    return ExpectedTokens(
+        tokens=1 + np.hstack([nothing, hits[:, None] * more]),
+        deviations=np.hstack([nothing, deviations]),
+        hits=hits,
+        common=common,
+        unknown=WEIGHT / asked,
+    )
+
+
+def prior_rates(longest: int) -> Float[np.ndarray, " depths"]:
     r"""Acceptance by depth before any is seen: $\sigma(\operatorname{logit} 0.6 + 0.4 \ln i)$.
 
     It rises with the depth i, because drafts get far where a text is easy.
 
     Example:
-        >>> [round(rate, 2) for rate in prior_rates(4)]
+        >>> prior_rates(4).round(2).tolist()
         [0.6, 0.66, 0.7, 0.72]
     """
-    first = math.log(PRIOR / (1 - PRIOR))
-    return [1 / (1 + math.exp(-first - RISE * math.log(depth))) for depth in range(1, longest + 1)]
+    return np.array([1 / (1 + (1 - PRIOR) / PRIOR / depth**RISE) for depth in range(1, longest + 1)])
 
 
-def rates_by_others(acceptances: Sequence[OwnAcceptance], longest: int) -> list[tuple[list[float], float]]:
-    r"""What is expected of each of some requests before its own drafts count, from those of the others.
+def _moved(
+    rates: Float[np.ndarray, "#requests depths"],
+    tested: Float[np.ndarray, "requests depths"],
+    accepted: Float[np.ndarray, "requests depths"],
+    variance: float | Float[np.ndarray, " requests"],
+) -> tuple[Float[np.ndarray, "requests depths"], Float[np.ndarray, " requests"]]:
+    """Rates whose logits are all moved by the same number, and the variance of this number that the counts leave.
 
-    The logits of a request are those of the prior, moved by what all requests have in common and by what it has of its
-    own. Both are normal.
-
-    Args:
-        acceptances: The acceptance of each request so far.
-        longest: The depth up to which rates are wanted.
-
-    Returns:
-        For each request its acceptance by depth, and the variance of the logit around it: that of its own part, and
-        what the others leave open of the common one.
-
-    Example:
-        >>> good = OwnAcceptance(tested=(40.0,), accepted=(36.0,))
-        >>> _, (rates, variance) = rates_by_others([good, OwnAcceptance()], 1)
-        >>> round(rates[0], 2), round(variance, 2)
-        (0.87, 0.49)
+    The mean rate p of the tested tokens is that of a beta distribution, whose prior has the given variance of a logit.
     """
-    prior = prior_rates(longest)
-    if len(acceptances) == 1:
-        return [(prior, WIDE_VARIANCE)]
-    nothing, results = [0.0] * longest, []
-    counts = (
-        [[*acceptance.tested, *nothing][:longest] for acceptance in acceptances],
-        [[*acceptance.accepted, *nothing][:longest] for acceptance in acceptances],
-    )
-    sums = [[sum(at_depth) for at_depth in zip(*each, strict=True)] for each in counts]
-    for request_counts in zip(*counts, strict=True):
-        tested, accepted = (
-            [whole - part for whole, part in zip(*pair, strict=True)] for pair in zip(sums, request_counts, strict=True)
-        )
-        rates, left = _moved_and_left(prior, tested, accepted, WIDE_VARIANCE - VARIANCE)
-        results.append((rates, VARIANCE + left))
-    return results
+    num_tested = tested.sum(1)
+    before = np.where(num_tested > 0, (tested * rates).sum(1) / np.maximum(num_tested, 1e-9), 0.5)
+    weight = 1 / (variance * before * (1 - before))
+    after = (accepted.sum(1) + weight * before) / (num_tested + weight)
+    odds = rates / (1 - rates) * (after / (1 - after) * (1 - before) / before)[:, None]
+    return odds / (1 + odds), 1 / ((num_tested + weight) * after * (1 - after))
 
 
-def tokens_by_length(rates: Sequence[float]) -> list[float]:
-    r"""Expected tokens of a step with a draft of n = 0, 1, ... tokens: $1 + \sum_{j \le n} \prod_{i \le j} a_i$.
-
-    Example:
-        >>> tokens_by_length([0.5, 0.5])
-        [1.0, 1.5, 1.75]
-    """
-    tokens, reached = [1.0], 1.0
-    for rate in rates:
-        reached *= rate
-        tokens.append(tokens[-1] + reached)
-    return tokens
-
-
-def spreads_by_length(rates: Sequence[float]) -> list[float]:
-    r"""How much the expected tokens of drafts of n = 0, 1, ... tokens grow with what moves the logits of all rates.
-
-    With $w_j = \prod_{i \le j} a_i$ it is $\sum_{j \le n} w_j \sum_{i \le j} (1 - a_i)$, because a logit that grows
-    moves $\ln a_i$ by $1 - a_i$. Times the standard deviation of what moves them it is that of the tokens (delta
-    method).
-
-    Example:
-        >>> spreads_by_length([0.5, 0.5])
-        [0.0, 0.25, 0.5]
-    """
-    spreads, reached, slope = [0.0], 1.0, 0.0
-    for rate in rates:
-        reached *= rate
-        slope += 1 - rate
-        spreads.append(spreads[-1] + reached * slope)
-    return spreads
-
-
-def _moved_and_left(
-    rates: Sequence[float], tested: Sequence[float], accepted: Sequence[float], variance: float
-) -> tuple[list[float], float]:
-    """Rates whose logits are all moved by the likeliest number, which is around 0 with this variance at first; and the
-    variance that the counts leave.
-    """
-    if not tested:
-        return list(rates), variance
-    logits = [math.log(rate / (1 - rate)) for rate in (min(max(p, 1e-4), 1 - 1e-4) for p in rates)]
-    shift = 0.0
-    for _ in range(NEWTON_STEPS):
-        slope, curvature = -shift / variance, 1 / variance
-        for logit, count, kept in zip(logits, tested, accepted, strict=False):
-            rate = 1 / (1 + math.exp(-logit - shift))
-            slope += kept - count * rate
-            curvature += count * rate * (1 - rate)
-        shift += min(max(slope / curvature, -LONGEST_STEP), LONGEST_STEP)
-    return [1 / (1 + math.exp(-logit - shift)) for logit in logits], 1 / curvature
+def _arrays(counts: Sequence[Counts], longest: int) -> Float[np.ndarray, "2 requests depths"]:
+    """Tested and accepted up to a depth."""
+    missing = (0.0,) * (longest + 1)
+    kinds = [each.tested for each in counts], [each.accepted for each in counts]
+    return np.array([[(values + missing)[: longest + 1] for values in kind] for kind in kinds])

@@ -1,7 +1,6 @@
 """What steps cost on this machine: measured rows, and the cost of any step between them. A plain value."""
 
 import bisect
-import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +10,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-Steps = tuple[tuple[float, ...], ...]
-"""Seconds of a step: `steps[m][n]` where m requests draft n tokens each; `steps[0]` is plain throughout."""
-SPAN = 8
-"""Lengths of drafts whose costs are worked out at once."""
+Steps = Float[np.ndarray, "drafting lengths"]
+"""Seconds of a step: `steps[m, n]` where m requests draft n tokens each; `steps[0]` is plain throughout."""
+Lines = dict[int, Float[np.ndarray, " lengths"]]
+"""Values by length, for ascending numbers of requests."""
+PARTS = ("target", "drafter", "rest")
+"""What a step consists of: fields of `StepCost`."""
+USUAL = 8
+"""Lengths of drafts whose costs are worked out together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +56,7 @@ class StepCost:
 
     def times(self, factor: float) -> "StepCost":
         """The same kind of step, so many times as long."""
-        return replace(self, target=factor * self.target, drafter=factor * self.drafter, rest=factor * self.rest)
-
-    def plus(self, other: "StepCost", share: float) -> "StepCost":
-        """The mean of two measurements of one kind of step, in which this one has a share."""
-        mine, theirs = self.times(share), other.times(1 - share)
-        return replace(
-            self,
-            target=mine.target + theirs.target,
-            drafter=mine.drafter + theirs.drafter,
-            rest=mine.rest + theirs.rest,
-        )
+        return replace(self, **{part: factor * getattr(self, part) for part in PARTS})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +88,8 @@ class CostTable:
 
     Example:
         >>> table = CostTable.of_formula(lambda requests, length: requests + 0.5 * length, requests=(1, 4))
-        >>> table.steps(2, sampled=False, context=64, longest=2)
-        ((2.0, 2.0, 2.0), (2.0, 2.5, 3.0), (2.0, 2.5, 3.0))
+        >>> table.steps(2, sampled=False, context=64, longest=2).tolist()
+        [[2.0, 2.0, 2.0], [2.0, 2.5, 3.0], [2.0, 2.5, 3.0]]
     """
 
     rows: tuple[StepCost, ...]
@@ -106,11 +99,7 @@ class CostTable:
     kept: bool = False
     busy: bool = False
     measured: float | None = field(default=None, compare=False)
-    _steps: dict[tuple[int, bool, int, int], Steps] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _asking: dict[tuple[int, bool], list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _known: dict[tuple[str, bool, int], tuple[list[int], Float[np.ndarray, "batches lengths"]]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not all(math.isfinite(row.seconds) and row.seconds > 0 for row in self.rows) or not self._batches(False):
@@ -129,22 +118,9 @@ class CostTable:
     @classmethod
     def of_values(cls, values: Mapping[str, Any]) -> "CostTable":
         """The table that `values` described. Raises KeyError, TypeError or ValueError if they describe none."""
-        rows = [
-            StepCost(
-                requests=int(row["requests"]),
-                length=int(row["length"]),
-                context=int(row["context"]),
-                sampled=bool(row["sampled"]),
-                drafting=None if row.get("drafting") is None else int(row["drafting"]),
-                target=float(row["target"]),
-                drafter=float(row["drafter"]),
-                rest=float(row["rest"]),
-            )
-            for row in values["rows"]
-        ]
         measured = values.get("measured")
         return cls(
-            rows=tuple(rows),
+            rows=tuple(StepCost(**row) for row in values["rows"]),
             catch_up=float(values["catch_up"]),
             doubt=float(values["doubt"]),
             unsteady=float(values["unsteady"]),
@@ -153,8 +129,8 @@ class CostTable:
 
     def values(self) -> dict[str, Any]:
         """The table as values of JSON. Whether it is kept or was disturbed is not among them."""
-        numbers = {name: getattr(self, name) for name in ("catch_up", "doubt", "unsteady")}
-        return {"rows": [asdict(row) for row in self.rows], **numbers, "measured": self.measured}
+        numbers = {name: getattr(self, name) for name in ("catch_up", "doubt", "unsteady", "measured")}
+        return {"rows": [asdict(row) for row in self.rows], **numbers}
 
     def combined(self, earlier: "CostTable") -> "CostTable":
         """The mean of two measurements, which has less doubt than each.
@@ -167,18 +143,18 @@ class CostTable:
             >>> round(table.combined(table).doubt, 3)
             0.071
         """
-        measured, others = ({row.kind: row for row in table.rows} for table in (self, earlier))
-        if measured.keys().isdisjoint(others):
+        mine, others = ({row.kind: row for row in table.rows} for table in (self, earlier))
+        both = [kind for kind in mine if kind in others]
+        if not both:
             return self
-        speed = statistics.median(
-            row.seconds / others[kind].seconds for kind, row in measured.items() if kind in others
-        )
-        mine, theirs = (1 / max(table.doubt, 1e-3) ** 2 for table in (self, earlier))
-        share = mine / (mine + theirs)
-        rows = {kind: row.times(speed) for kind, row in others.items()}
-        for kind, row in measured.items():
-            rows[kind] = row.plus(rows[kind], share) if kind in rows else row
-        return replace(self, rows=tuple(rows.values()), doubt=1 / math.sqrt(mine + theirs))
+        speed = statistics.median(mine[kind].seconds / others[kind].seconds for kind in both)
+        weight, their_weight = (1 / max(table.doubt, 1e-3) ** 2 for table in (self, earlier))
+        rows = {kind: row.times(speed) for kind, row in others.items()} | mine
+        for kind in both:
+            row, other, share = mine[kind], others[kind].times(speed), weight / (weight + their_weight)
+            parts = {part: share * getattr(row, part) + (1 - share) * getattr(other, part) for part in PARTS}
+            rows[kind] = replace(row, **parts)
+        return replace(self, rows=tuple(rows.values()), doubt=1 / math.sqrt(weight + their_weight))
 
     @property
     def context(self) -> int:
@@ -190,26 +166,11 @@ class CostTable:
 
         Contexts are rounded to half a power of two, so that they rarely change a choice.
         """
-        near = round(2 * math.log2(max(context, 1)))
-        key = (requests, sampled, near, longest)
-        if (seconds := self._steps.get(key)) is None:
-            # Lengths up to the next multiple of eight are worked out at once: it takes as long for one as for all.
-            most = SPAN * math.ceil(max(longest, 1) / SPAN)
-            whole = self._steps.get((requests, sampled, near, most))
-            if whole is None:
-                whole = self._worked_out(requests, sampled, 2 ** (near / 2), most)
-                self._steps[requests, sampled, near, most] = whole
-            seconds = self._steps[key] = tuple(line[: longest + 1] for line in whole)
-        return seconds
+        return self._worked_out(requests, sampled, context, longest)[0][:, : longest + 1]
 
-    def missed(self, requests: int, *, sampled: bool, context: int) -> list[float]:
+    def missed(self, requests: int, *, sampled: bool, context: int) -> Float[np.ndarray, " asking"]:
         """Seconds of steps of so many requests in which the drafter finds no draft, by how many of them ask for one."""
-        has_sampled = sampled and bool(self._batches(True))
-        if (asking := self._asking.get((requests, has_sampled))) is None:
-            asking = [0.0, *(float(self._part("drafter", has_sampled, m, 1)[1]) for m in range(1, requests + 1))]
-            self._asking[requests, has_sampled] = asking
-        plain = self.steps(requests, sampled=sampled, context=context, longest=1)[0][0]
-        return [plain + more for more in asking]
+        return self._worked_out(requests, sampled, context, 1)[1]
 
     def tree(self, requests: int, widths: Sequence[int], *, sampled: bool, context: int) -> float:
         r"""Seconds of a step in which all requests draft a tree, estimated from steps of chains.
@@ -226,38 +187,44 @@ class CostTable:
             >>> table.tree(1, (2, 2), sampled=False, context=64), table.tree(1, (1, 1), sampled=False, context=64)
             (3.0, 2.0)
         """
-        has_sampled, nodes = sampled and bool(self._batches(True)), sum(widths)
-        seconds = self._forwards(requests, nodes)[nodes] + self._part("rest", has_sampled, requests, nodes)[nodes]
+        nodes = sum(widths)
+        seconds = self._forwards(requests, nodes)[nodes] + self._part("rest", sampled, requests, nodes)[nodes]
         for depth, read in enumerate((1, *widths[:-1]), 1):
-            parts = self._part("drafter", has_sampled, requests * read, depth)
+            parts = self._part("drafter", sampled, requests * read, depth)
             seconds += max(0.0, parts[depth] - parts[depth - 1])
-        seconds += self._part("drafter", has_sampled, requests, 0)[0]
-        of_target, of_drafter, first = self._slopes(requests, nodes)
-        farther = max(0.0, context - first) * requests
+        seconds += self._part("drafter", sampled, requests, 0)[0]
+        of_target, of_drafter = (self._slopes(part, requests, nodes) for part in ("target", "drafter"))
+        farther = max(0.0, context - self.context) * requests
         return float(seconds + farther * (of_target[nodes] + of_drafter[min(len(widths), nodes)]))
 
-    def _worked_out(self, requests: int, sampled: bool, context: float, longest: int) -> Steps:
-        has_sampled = sampled and bool(self._batches(True))
-        drafting = range(1, requests + 1)
-        share = (np.array(drafting)[:, None] - 1) / max(1, requests - 1)
-        all_, one = self._forwards(requests, longest), self._with_one(requests, longest)
-        target = one + share * (all_ - one)
-        drafter = np.stack([self._part("drafter", has_sampled, m, longest) for m in drafting])
-        rest = self._part("rest", has_sampled, requests, longest)
-        of_target, of_drafter, first = self._slopes(requests, longest)
-        share, farther = np.array(drafting)[:, None], max(0.0, context - first)
-        seconds = target + drafter + rest[0] + share / requests * (rest - rest[0])
-        seconds = seconds + farther * (requests * of_target + share * of_drafter)
-        # A plain step, whoever would draft.
-        plain = (
-            all_[0] + self._part("drafter", has_sampled, requests, 0)[0] + rest[0] + farther * requests * of_target[0]
-        )
-        seconds[:, 0] = plain
-        lines = np.concatenate([np.full((1, longest + 1), plain), seconds])
-        return tuple(tuple(line) for line in np.maximum(lines, plain / 10).tolist())
+    def _worked_out(
+        self, requests: int, sampled: bool, context: int, longest: int
+    ) -> tuple[Steps, Float[np.ndarray, " asking"]]:
+        """What `steps` and `missed` say, for all lengths up to `USUAL` at least."""
+        near = round(2 * math.log2(max(context, 1)))
+        key = (requests, sampled, near)
+        if key not in self._known or self._known[key][0].shape[1] <= longest:
+            longest, farther = max(longest, USUAL), max(0.0, 2 ** (near / 2) - self.context)
+            drafting = np.arange(1, requests + 1)[:, None]
+            all_, one = self._forwards(requests, longest), self._with_one(requests, longest)
+            target = one + (drafting - 1) / max(1, requests - 1) * (all_ - one)
+            rest = self._part("rest", sampled, requests, longest)
+            looks = np.stack([self._part("drafter", sampled, m, longest) for m in range(1, requests + 1)])
+            of_target, of_drafter = (self._slopes(part, requests, longest) for part in ("target", "drafter"))
+            plain = (
+                all_[0] + self._part("drafter", sampled, requests, 0)[0] + rest[0] + farther * requests * of_target[0]
+            )
+            steps = target + looks + rest[0] + drafting / requests * (rest - rest[0])
+            steps += farther * (requests * of_target + drafting * of_drafter)
+            steps[:, 0] = plain
+            steps = np.maximum(np.vstack([np.full(longest + 1, plain), steps]), plain / 10)
+            steps.setflags(write=False)
+            self._known[key] = steps, plain + np.array([0.0, *looks[:, 1]])
+        known: tuple[Steps, Float[np.ndarray, " asking"]] = self._known[key]
+        return known
 
     def _forwards(self, requests: int, longest: int) -> Float[np.ndarray, " lengths"]:
-        """The target's forwards over drafts of 0 to `longest` tokens."""
+        """The target's forwards over drafts of 0 to `longest` tokens; of many requests by the number of tokens."""
         most = max(self._batches(False))
         if requests <= most:
             return self._part("target", False, requests, longest)
@@ -266,110 +233,82 @@ class CostTable:
         return _line(requests * (1.0 + np.arange(longest + 1)), tokens, [self._of(row, "target") for row in rows])
 
     def _with_one(self, requests: int, longest: int) -> Float[np.ndarray, " lengths"]:
-        """The target's forwards where one request drafts 0 to `longest` tokens, and the others none."""
+        """The target's forwards where one request drafts 0 to `longest` tokens, and the others none.
+
+        What one draft adds to a plain forward is known as a share of what the drafts of all add.
+        """
         all_, batches = self._forwards(requests, longest), self._batches(False)
-        alone = {b: rows for b, rows in self._batches(False, drafting=1).items() if b in batches}
-        if not alone or requests == 1:
-            return all_
-        # What one draft adds to a plain forward, as a share of what the drafts of all add.
-        lengths, shares = np.arange(longest + 1.0), []
-        for b, rows in alone.items():
-            plain, places = self._of(batches[b][0], "target"), [row.length for row in rows]
-            whole = self._part("target", False, b, max(places))[places] - plain
-            more = np.array([self._of(row, "target") for row in rows]) - plain
-            kept = np.divide(more, whole, out=np.ones_like(more), where=whole > 0).clip(0, 1)
-            shares.append(np.interp(lengths, places, kept))
-        share = np.array([np.interp(float(requests), list(alone), each) for each in np.stack(shares, axis=1)])
-        return all_[0] + share * (all_ - all_[0])
+        shares: Lines = {}
+        for b, rows in self._batches(False, drafting=1).items() if requests > 1 else ():
+            if b in batches:
+                plain, places = self._of(batches[b][0], "target"), [row.length for row in rows]
+                whole = self._part("target", False, b, max(places))[places] - plain
+                more = np.array([self._of(row, "target") for row in rows]) - plain
+                share = np.divide(more, whole, out=np.ones_like(more), where=whole > 0).clip(0, 1)
+                shares[b] = np.interp(np.arange(longest + 1), places, share)
+        return all_[0] + _between(requests, shares, beyond=False) * (all_ - all_[0]) if shares else all_
 
     def _part(self, part: str, sampled: bool, requests: int, longest: int) -> Float[np.ndarray, " lengths"]:
-        """A part of steps with drafts of 0 to `longest` tokens."""
+        """A part of steps with drafts of 0 to `longest` tokens: between measured ones, and on beyond the last two."""
         key = (part, sampled, longest)
-        if (known := self._known.get(key)) is None:
-            lengths, batches = np.arange(longest + 1.0), self._batches(sampled)
-            each = [
-                _line(lengths, [row.length for row in b], [self._of(row, part) for row in b]) for b in batches.values()
-            ]
-            known = self._known[key] = [*batches], np.stack(each)
-        return _between(requests, *known)
+        if key not in self._known:
+            self._known[key] = {
+                b: _line(np.arange(longest + 1.0), [row.length for row in rows], [self._of(row, part) for row in rows])
+                for b, rows in (self._batches(sampled) or self._batches(False)).items()
+            }
+        return _between(requests, self._known[key])
 
     def _of(self, row: StepCost, part: str) -> float:
         """A part of a row; the target's from all rows of such steps, because each has errors of its own."""
-        return (
-            self._targets[row.requests, row.length, row.context, row.drafting]
-            if part == "target"
-            else float(getattr(row, part))
-        )
+        if part != "target":
+            return float(getattr(row, part))
+        if "targets" not in self._known:
+            alike: dict[Any, list[float]] = {}
+            for each in self.rows:
+                alike.setdefault((each.requests, each.length, each.context, each.drafting), []).append(each.target)
+            self._known["targets"] = {kind: statistics.mean(seconds) for kind, seconds in alike.items()}
+        return float(self._known["targets"][row.requests, row.length, row.context, row.drafting])
 
-    @functools.cached_property
-    def _targets(self) -> dict[tuple[int, int, int, int | None], float]:
-        """Seconds of the target's forward by requests, length, context, and how many draft."""
-        by_kind: dict[tuple[int, int, int, int | None], list[float]] = {}
-        for row in self.rows:
-            by_kind.setdefault((row.requests, row.length, row.context, row.drafting), []).append(row.target)
-        return {kind: statistics.mean(seconds) for kind, seconds in by_kind.items()}
+    def _slopes(self, part: str, requests: int, longest: int) -> Float[np.ndarray, " lengths"]:
+        """What a further token of each request's context adds to a part, per request."""
+        lines: Lines = {}
+        for b, rows in self._batches(False, far=True).items():
+            near = {row.length: row for row in self._batches(False).get(b, ())}
+            pairs = [(row, near[row.length]) for row in rows if row.length in near]
+            longer = [
+                (getattr(row, part) - getattr(other, part)) / (row.context - other.context) for row, other in pairs
+            ]
+            if pairs:
+                places = [row.length for row, _ in pairs]
+                lines[b] = _line(np.arange(longest + 1.0), places, [max(0.0, each) / b for each in longer])
+        return _between(requests, lines, beyond=False) if lines else np.zeros(longest + 1)
 
-    def _slopes(
-        self, requests: int, longest: int
-    ) -> tuple[Float[np.ndarray, " lengths"], Float[np.ndarray, " lengths"], int]:
-        """What a further token of each request's context adds per request, to target and drafter, and from where on."""
-        first = min(row.context for row in self.rows)
-        near = {
-            (row.requests, row.length): row
-            for row in self.rows
-            if row.context == first and not row.sampled and row.drafting is None
-        }
-        far: dict[int, list[StepCost]] = {}
-        for row in sorted(self.rows, key=lambda row: (row.requests, row.length)):
-            if row.context > first and not row.sampled and (row.requests, row.length) in near:
-                far.setdefault(row.requests, []).append(row)
-        lengths, nothing = np.arange(longest + 1.0), np.zeros(longest + 1)
-        if not far:
-            return nothing, nothing, first
-
-        def slope(part: str) -> Float[np.ndarray, " lengths"]:
-            by_batch = []
-            for b, rows in far.items():
-                longer = [getattr(row, part) - getattr(near[b, row.length], part) for row in rows]
-                per_token = [max(0.0, s) / (row.context - first) / b for s, row in zip(longer, rows, strict=True)]
-                by_batch.append(_line(lengths, [row.length for row in rows], per_token))
-            each = np.stack(by_batch, axis=1)
-            return np.array([np.interp(float(requests), list(far), values) for values in each])
-
-        return slope("target"), slope("drafter"), first
-
-    def _batches(self, sampled: bool, drafting: int | None = None) -> dict[int, list[StepCost]]:
-        """The rows of the shortest context by number of requests. Where all draft, those numbers alone for which plain
-        and longer steps were measured.
+    def _batches(self, sampled: bool, drafting: int | None = None, far: bool = False) -> dict[int, list[StepCost]]:
+        """The rows of the shortest context, or of a longer one, by number of requests. Where all draft at the shortest,
+        those numbers alone for which plain and longer steps were measured.
         """
-        return self._kinds.get((sampled, drafting), {})
-
-    @functools.cached_property
-    def _kinds(self) -> dict[tuple[bool, int | None], dict[int, list[StepCost]]]:
-        """What `_batches` returns, by what it is asked for."""
-        first = min((row.context for row in self.rows), default=0)
-        kinds: dict[tuple[bool, int | None], dict[int, list[StepCost]]] = {}
-        for row in sorted(self.rows, key=lambda row: (row.requests, row.length)):
-            if row.context == first:
-                kinds.setdefault((row.sampled, row.drafting), {}).setdefault(row.requests, []).append(row)
-        for (_, drafting), batches in kinds.items():
-            if drafting is None:
-                for b, rows in [*batches.items()]:
-                    if rows[0].length or len(rows) == 1:
-                        del batches[b]
-        return kinds
+        if "kinds" not in self._known:
+            kinds: dict[Any, dict[int, list[StepCost]]] = {}
+            for row in sorted(self.rows, key=lambda row: (row.requests, row.length)):
+                kind = row.sampled, row.drafting, row.context > self.context
+                kinds.setdefault(kind, {}).setdefault(row.requests, []).append(row)
+            for is_sampled in (False, True):
+                batches = kinds.get((is_sampled, None, False), {})
+                for b in [b for b, rows in batches.items() if rows[0].length or len(rows) == 1]:
+                    del batches[b]
+            self._known["kinds"] = kinds
+        found: dict[int, list[StepCost]] = self._known["kinds"].get((sampled, drafting, far), {})
+        return found
 
 
 def plain_seconds(tables: Sequence[CostTable], requests: int, *, sampled: bool, context: int) -> float:
     """Seconds of a plain step, where there are tables of several drafters: their median."""
     return statistics.median(
-        table.steps(requests, sampled=sampled, context=context, longest=1)[0][0] for table in tables
+        float(table.steps(requests, sampled=sampled, context=context, longest=1)[0, 0]) for table in tables
     )
 
 
-def _line(
-    x: Float[np.ndarray, " n"], places: Sequence[float], values: Sequence[float] | Float[np.ndarray, " m"]
-) -> Float[np.ndarray, " n"]:
+def _line(x: Float[np.ndarray, " n"], places: Sequence[float], values: Sequence[float]) -> Float[np.ndarray, " n"]:
     """Straight lines between values at ascending places, and on beyond the last two. One value is a constant."""
     line = np.interp(x, places, values)
     if len(places) > 1:
@@ -378,11 +317,13 @@ def _line(
     return line
 
 
-def _between(x: float, places: Sequence[int], values: Float[np.ndarray, "places n"]) -> Float[np.ndarray, " n"]:
-    """Values at x between those at ascending places, as `_line` has them for each column."""
-    if len(places) == 1 or x <= places[0]:
-        return values[0]
-    i = min(bisect.bisect_left(places, x), len(places) - 1)
-    share = (x - places[i - 1]) / (places[i] - places[i - 1])
-    between: Float[np.ndarray, " n"] = np.maximum(values[i - 1] + share * (values[i] - values[i - 1]), 0.0)
+def _between(requests: int, lines: Lines, *, beyond: bool = True) -> Float[np.ndarray, " n"]:
+    """Values for a number of requests between those at ascending numbers, and on beyond the last two if wanted."""
+    places = [*lines]
+    if len(places) == 1:
+        return lines[places[0]]
+    i = min(max(bisect.bisect_left(places, requests), 1), len(places) - 1)
+    share = max(0.0, (requests - places[i - 1]) / (places[i] - places[i - 1]))
+    low, high = lines[places[i - 1]], lines[places[i]]
+    between: Float[np.ndarray, " n"] = np.maximum(low + (share if beyond else min(share, 1.0)) * (high - low), 0.0)
     return between

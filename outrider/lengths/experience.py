@@ -1,29 +1,28 @@
 """What an engine knows when it chooses a draft length: the costs of steps, pooled acceptance, and its last choices."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from outrider.core.types import Request, Step
 from outrider.host import remembered
-from outrider.lengths.acceptance import PooledAcceptance
+from outrider.lengths.acceptance import Counts
 from outrider.lengths.costs import CostTable
-from outrider.lengths.drift import Drift
-from outrider.lengths.hits import Hits
 
-RECORD = "acceptance"
+RECORD = "accepted"
 """The kind of record that keeps pooled acceptance between processes."""
 MOST_RECALLED = 32.0
-"""As how many tested tokens of a depth the acceptance of earlier processes counts at most, and as how many drafts what
-they found: texts differ."""
+"""As how many drafts, and tokens of a depth, those of earlier processes count at most: texts differ."""
 FIRST_SAVE, SAVE = 8, 1024
 """Steps after which acceptance is saved first, and most steps between later saves."""
-PAUSE = 600.0
-"""Least seconds between two measurements of the costs."""
-MOST_DOUBT = 0.1
-"""Costs of more doubt are measured again, because drafts then have to gain too much."""
+PAUSE, MOST_DOUBT = 600.0, 0.1
+"""Least seconds between two measurements of the costs; and the standard error above which they are measured again,
+because drafts then have to gain too much."""
+SMOOTH, OFF, DISTURBED = 64, 1.5, 2.5
+"""Over how many steps the time of steps is averaged, by what factor it is off when the costs are measured again, and as
+what factor one disturbed step counts at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,6 @@ class PolicyState:
         rooms: Longest drafts that they could make.
         lengths: Their draft lengths.
         age: Steps since these were chosen.
-        length: The last draft length of requests without a seed; 0 while their drafts are not likely to gain.
         gain: How much faster than plain steps drafts seemed by the last plan, as a share; None before any.
     """
 
@@ -43,7 +41,6 @@ class PolicyState:
     rooms: Sequence[int] = ()
     lengths: Sequence[int] = ()
     age: int = 0
-    length: int = 0
     gain: float | None = None
 
 
@@ -79,14 +76,14 @@ class Experience:
 
     def __init__(self, costs: CostTable | None = None, *, key: Mapping[str, Any] | None = None, due: bool = False):
         self.costs = costs
-        self.greedy = PooledAcceptance()
-        self.sampled = PooledAcceptance()
+        self.greedy = Counts()
+        self.sampled = Counts()
         self.state = PolicyState()
         self.num_steps = 0
         self._key = key
         self._due = due
         self._began = time.monotonic()
-        self._drift = Drift()
+        self._log_drift = 0.0
         self._next_save = FIRST_SAVE
 
     @classmethod
@@ -105,14 +102,15 @@ class Experience:
         """Whether the costs must be measured anew, as soon as no request runs."""
         if self._due or self.costs is None:
             return self._due
-        return (self._drift.detected or self.costs.doubt > MOST_DOUBT) and time.monotonic() - self._began > PAUSE
+        off = abs(self._log_drift) > math.log(OFF) or self.costs.doubt > MOST_DOUBT
+        return off and time.monotonic() - self._began > PAUSE
 
     @property
     def cost_drift(self) -> float:
-        """What the last steps took, over what they cost by the table."""
-        return self._drift.ratio
+        """What the last steps took, over what they cost by the table. It changes no choice."""
+        return math.exp(self._log_drift)
 
-    def pooled(self, request: Request) -> PooledAcceptance:
+    def pooled(self, request: Request) -> Counts:
         """The pooled acceptance of requests like this one."""
         return self.sampled if request.sampling.temperature > 0 else self.greedy
 
@@ -125,7 +123,7 @@ class Experience:
     def copied(self) -> "Experience":
         """A copy that learns apart and keeps nothing. The costs are shared, because they never change."""
         other = Experience(self.costs)
-        other.greedy, other.sampled, other.state = deepcopy(self.greedy), deepcopy(self.sampled), self.state
+        other.greedy, other.sampled, other.state = self.greedy, self.sampled, self.state
         return other
 
     def note(
@@ -141,17 +139,16 @@ class Experience:
         """
         self.state = choice.state
         self.num_steps += 1
-        drafts = [(step.num_draft_tokens, step.num_accepted_tokens) for step in steps]
         draws = [request.sampling.temperature > 0 for request in requests]
-        drafting = sum([drafted > 0 for drafted, _ in drafts])
-        for pooled, drawn in ((self.greedy, False), (self.sampled, True)):
-            indices = [i for i, each in enumerate(draws) if each == drawn]
-            if indices:
-                pooled.note([drafts[i] for i in indices], asked=sum([choice.lengths[i] > 0 for i in indices]))
+        if not all(draws):
+            self.greedy = self.greedy.after([step for step, drawn in zip(steps, draws, strict=True) if not drawn])
+        if any(draws):
+            self.sampled = self.sampled.after([step for step, drawn in zip(steps, draws, strict=True) if drawn])
         if self.costs is not None and seconds is not None:
-            longest = max(drafts)[0]
-            costs = self.costs.steps(len(steps), sampled=any(draws), context=choice.context, longest=longest)
-            self._drift.note(seconds, costs[drafting][longest])
+            drafted = [step.num_draft_tokens for step in steps]
+            costs = self.costs.steps(len(steps), sampled=any(draws), context=choice.context, longest=max(drafted))
+            over = seconds / costs[sum(map(bool, drafted))][max(drafted)]
+            self._log_drift += (math.log(min(max(over, 1 / DISTURBED), DISTURBED)) - self._log_drift) / SMOOTH
         if self.num_steps >= self._next_save:
             self._next_save += min(self._next_save, SAVE)
             self.save()
@@ -162,17 +159,10 @@ class Experience:
             remembered.write(RECORD, self._key, {"greedy": asdict(self.greedy), "sampled": asdict(self.sampled)})
 
 
-def _recalled(kept: Mapping[str, Any]) -> PooledAcceptance:
+def _recalled(kept: Mapping[str, Any]) -> Counts:
     """Kept counts, at most `MOST_RECALLED` drafts and tokens of a depth. Raises ValueError for impossible ones."""
-    pooled = PooledAcceptance()
-    for tested, accepted in zip(map(float, kept["tested"]), map(float, kept["accepted"]), strict=True):
+    counts = Counts(tested=tuple(map(float, kept["tested"])), accepted=tuple(map(float, kept["accepted"])))
+    for tested, accepted in zip(counts.tested, counts.accepted, strict=True):
         if not 0 <= accepted <= tested < float("inf"):
             raise ValueError(f"{accepted} of {tested} tokens cannot have been accepted")
-        weight = min(1.0, MOST_RECALLED / max(tested, 1e-9))
-        pooled.tested.append(weight * tested)
-        pooled.accepted.append(weight * accepted)
-    hits = Hits(**{name: float(count) for name, count in dict(kept.get("hits", {})).items()})
-    if not 0 <= hits.found <= hits.asked < float("inf"):
-        raise ValueError(f"{hits.found} of {hits.asked} drafts cannot have been found")
-    pooled.hits = hits.at_most(MOST_RECALLED)
-    return pooled
+    return counts.at_most(MOST_RECALLED)

@@ -9,29 +9,14 @@ from outrider import Sampling
 from outrider.core.types import Guess, Step
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
+from outrider.lengths.acceptance import expected_tokens
 from outrider.lengths.costs import CostTable
 from outrider.lengths.experience import Experience
-from outrider.lengths.hits import WEIGHT, Hits
 from outrider.trees.chain import ChainTree
 from tests.world.models import llama
 
 NEW = list(range(1, 20))
 """A text that repeats nothing."""
-
-
-def test_counts_fade_and_lean_on_what_was_known_before():
-    assert Hits().rate(before=0.3) == pytest.approx(0.3)
-    hits = Hits(asked=10.0, found=4.0)
-    assert hits.rate(before=0.5) == pytest.approx((4 + WEIGHT * 0.5) / (10 + WEIGHT))
-    for _ in range(200):
-        hits = hits.after(asked=1, found=1)
-    assert hits.asked - hits.found == pytest.approx(6.0 / 2)
-    for _ in range(200):
-        hits = hits.after(asked=0, found=0)
-    assert hits.asked - hits.found == pytest.approx(6.0 / 4)
-    assert hits.at_most(8).rate(before=0.5) < hits.rate(before=0.5)
-    assert hits.at_most(8).found / hits.at_most(8).asked == pytest.approx(hits.found / hits.asked)
-    assert Hits(asked=400.0, found=120.0).variance() < Hits(asked=4.0, found=1.2).variance()
 
 
 def running(length: str, drafter: str = "suffix:min_match=6") -> Engine:
@@ -69,10 +54,10 @@ def test_an_engine_learns_that_its_drafter_finds_nothing_and_asks_no_more():
             engine.step(found.append)
         asked.append(sum(step.room > 0 for step in found))
         assert not any(step.num_draft_tokens for step in found)
-    hits = engine.parts.experience.sampled.hits
-    assert hits.found == 0
-    assert 0.5 * sum(asked) < hits.asked < sum(asked)
-    assert hits.rate(SuffixDrafter.usual_hits) < 0.1
+    pool = engine.parts.experience.sampled
+    assert pool.accepted == (0.0,)
+    assert 0.5 * sum(asked) < pool.tested[0] < sum(asked)
+    assert expected_tokens([pool], [pool], [SuffixDrafter.usual_hits], 8).hits[0] < 0.1
     assert asked[-1] < asked[0]
 
 

@@ -8,7 +8,7 @@ import outrider
 from outrider import InputError, Sampling, catalog
 from outrider.core.types import Step
 from outrider.engine.engine import Engine
-from outrider.lengths.acceptance import PooledAcceptance
+from outrider.lengths.acceptance import Counts
 from outrider.lengths.costs import CostTable
 from outrider.lengths.experience import Experience, PolicyState
 from outrider.lengths.goodput import GoodputLength
@@ -35,7 +35,7 @@ def costing(engine: Engine, draft: float) -> Engine:
 
 def experienced(engine: Engine) -> Engine:
     """The same engine after other requests, whose drafts all failed, so that it stopped them."""
-    engine.parts.experience.sampled = PooledAcceptance(tested=[300.0] * 8, accepted=[1.0] * 8)
+    engine.parts.experience.sampled = Counts(tested=(300.0,) * 9, accepted=(300.0, *[1.0] * 8))
     engine.parts.experience.state = PolicyState(gain=-0.5)
     return engine
 
@@ -93,7 +93,7 @@ def test_requests_with_a_seed_draft_less_when_their_drafts_fail():
 
 def test_greedy_requests_follow_the_pooled_acceptance_whatever_their_seed():
     used = costing(engine(), 0.3)
-    used.parts.experience.greedy = PooledAcceptance(tested=[300.0] * 8, accepted=[1.0] * 8)
+    used.parts.experience.greedy = Counts(tested=(300.0,) * 9, accepted=(300.0, *[1.0] * 8))
     assert max(map(max, drafts(used, [7, None], temperature=0.0))) == 0
 
 

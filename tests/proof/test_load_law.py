@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from outrider.core.types import Running
-from outrider.lengths.acceptance import PooledAcceptance
+from outrider.lengths.acceptance import Counts
 from outrider.lengths.costs import CostTable
-from outrider.lengths.experience import Experience, LengthChoice, PolicyState
+from outrider.lengths.experience import Experience, LengthChoice
 from outrider.lengths.goodput import GoodputLength
 from outrider.proof.enumerate import joint_law
 from outrider.proof.rule import law_error
@@ -39,9 +39,8 @@ class Noting(GoodputLength):
 
 def even() -> Experience:
     """By which drafts seem doubtful: they go on after an accepted token, and stop after a rejected one."""
-    found = Experience(CostTable.of_formula(lambda requests, length: requests * (1 + 0.507 * length), longest=2))
-    found.sampled = PooledAcceptance(tested=[6.0], accepted=[2.0])
-    found.state = PolicyState(length=1)
+    found = Experience(CostTable.of_formula(lambda requests, length: requests * (1 + 0.62 * length), longest=2))
+    found.sampled = Counts(tested=(6.0, 6.0), accepted=(6.0, 2.0))
     return found
 
 
@@ -58,7 +57,7 @@ def test_three_steps_of_a_request_keep_the_law_where_their_length_follows_accept
 @pytest.mark.parametrize("verifier", [TokenVerifier(), BlockVerifier()], ids=["token", "block"])
 def test_steps_that_try_a_token_while_drafts_rest_keep_the_law(verifier):
     policy, experience = Noting(most=2), even()
-    experience.sampled = PooledAcceptance(tested=[1.9, 0.9], accepted=[0.0, 0.0])
+    experience.sampled = Counts(tested=(1.9, 1.9), accepted=(1.9, 0.0))
     [found] = joint_law(replace(tables(2, verifier, policy, seed=5), experience=experience), [[1]], num_steps=2)
     assert found.error < BOUND
     assert {choice.lengths[0] for choice in policy.chosen[::2]} == {1}
@@ -79,7 +78,7 @@ def test_the_worlds_of_an_enumeration_do_not_learn_from_each_other():
     parts = replace(tables(2, TokenVerifier(), GoodputLength(most=2), seed=5), experience=even())
     first = joint_law(parts, [[1]], num_steps=2)
     assert parts.experience.num_steps == 0
-    assert parts.experience.sampled.tested == [6.0]
+    assert parts.experience.sampled.tested == (6.0, 6.0)
     assert joint_law(parts, [[1]], num_steps=2) == first
 
 

@@ -32,7 +32,7 @@ def test_every_way_emits_the_same_tokens_and_a_run_goes_on_where_it_was_cut_off(
 def test_costs_are_kept_apart_and_everything_else_where_it_was(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "usual"))
     with records_in(str(tmp_path / "own")):
-        for kind in ("costs", "acceptance", "forward"):
+        for kind in (*never_loses.LEARNT, "forward"):
             remembered.write(kind, {"a": 1}, {"b": 2})
             assert remembered.read(kind, {"a": 1}) == {"b": 2}
     assert os.environ["OUTRIDER_CACHE"] == str(tmp_path / "usual")
