@@ -4,6 +4,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -48,22 +49,23 @@ def release_threads() -> None:
     operations do: on two cores an engine in a second thread took 17 ms instead of 7 for a step. So a thread that has
     computed, and leaves the next work to another thread, calls this. Other OpenMP libraries are left as they are.
     """
-    pause = _pause()
-    if pause is not None:
+    for pause in _pauses():
         pause(SOFTLY)
 
 
 @functools.cache
-def _pause() -> Callable[[int], int] | None:
-    """GNU's `omp_pause_resource_all`, as torch has loaded it; None without it."""
-    try:
+def _pauses() -> list[Callable[[int], int]]:
+    """`omp_pause_resource_all` of each loaded OpenMP library of GNU: torch's, and those that other packages, such as
+    sentencepiece, bring along.
+    """
+    pauses: list[Callable[[int], int]] = []
+    with suppress(OSError):
         lines = Path("/proc/self/maps").read_text().splitlines()
         # The path is the sixth field, and may hold spaces.
-        mapped = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}
-        pause: Callable[[int], int] = ctypes.CDLL(mapped.pop()).omp_pause_resource_all
-    except (OSError, KeyError, AttributeError):
-        return None
-    return pause
+        for library in sorted({line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}):
+            with suppress(OSError, AttributeError):
+                pauses.append(ctypes.CDLL(library).omp_pause_resource_all)
+    return pauses
 
 
 def threads_are_bound() -> bool:

@@ -1,6 +1,8 @@
 """No more threads than cores that the process may use, unless the user asks for them."""
 
+import ctypes
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ import torch
 import outrider
 from outrider import InputError
 from outrider.host.cores import affinity
-from outrider.host.threads import BINDINGS, NUMBERS, release_threads, use_threads
+from outrider.host.threads import BINDINGS, NUMBERS, _pauses, release_threads, use_threads
 from outrider.serve.run.service import Service
 
 
@@ -98,6 +100,22 @@ def test_released_threads_end_and_come_back(busy_threads):
     assert num_threads() == many - 2
     torch.ones(1000, 1000).exp()
     assert num_threads() == many
+
+
+def test_the_threads_of_torch_end_though_another_openmp_library_is_loaded(tmp_path):
+    mine = next((each for each in (Path(torch.__file__).parent / "lib").glob("libgomp*")), None)
+    if mine is None:
+        pytest.skip("torch brings no OpenMP library of GNU along")
+    for name in ("a libgomp.so.1", "z libgomp.so.1"):
+        shutil.copy(mine, tmp_path / name)
+        ctypes.CDLL(str(tmp_path / name))
+    _pauses.cache_clear()
+    torch.set_num_threads(3)
+    torch.ones(1000, 1000).exp()
+    many = num_threads()
+    release_threads()
+    assert num_threads() == many - 2
+    _pauses.cache_clear()
 
 
 def test_who_loads_an_engine_or_starts_a_server_leaves_no_threads(busy_threads):
