@@ -1,4 +1,4 @@
-"""Every command once, with its defaults, on real models: its time, its memory, and how long it is silent.
+"""Every command once on real models, with its defaults but for smaller batches of training: time, memory, silence.
 
 `make real` fetches SmolLM2-135M-Instruct and the pair of Qwen2.5-Coder 1.5B and 0.5B, makes the environments of the
 other engines where they are missing, and runs the commands on a terminal as a user does, with a cache of Outrider's own

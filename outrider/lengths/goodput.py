@@ -8,7 +8,8 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Float
 
-from outrider.core.types import InputError, Running, Step
+from outrider.core.option import CheckedOptions, option
+from outrider.core.types import Running, Step
 from outrider.lengths.acceptance import Counts, ExpectedTokens, expected_tokens
 from outrider.lengths.costs import CostTable
 from outrider.lengths.experience import Experience, LengthChoice, PolicyState
@@ -29,7 +30,7 @@ AHEAD = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class GoodputLength:
+class GoodputLength(CheckedOptions):
     r"""Draft the length $\gamma \ge 0$ with the most tokens per second, $\sum_r E_r(\gamma) / T(b, m, \gamma, L)$.
 
     T is what a step of b requests costs by the engine's `CostTable`, if m of them draft. $E_r$ is the expected number
@@ -61,12 +62,8 @@ class GoodputLength:
     known_ahead: ClassVar[bool] = True
     lossy = None
 
-    most: int = 8
-    fallback: int = 5
-
-    def __post_init__(self) -> None:
-        if self.most < 1 or self.fallback < 0:
-            raise InputError(f"most must be >= 1 and fallback >= 0, got {self.most} and {self.fallback}")
+    most: int = option(8, least=1)
+    fallback: int = option(5, least=0)
 
     def open(self) -> Counts:
         return Counts()
