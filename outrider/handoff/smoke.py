@@ -60,7 +60,8 @@ def prompts_of(order: ExportRequest, engine: Engine) -> list[list[int]]:
 def expected(order: ExportRequest, handed: Handed, engine: Engine | None) -> dict[str, Any]:
     """The content of `expected.json`.
 
-    Where the other engine's forward of a prompt says the first token, the steps are counted from the second token on.
+    An output ends with its first end token, because some engines can say nothing behind one. Where the other engine's
+    forward of a prompt says the first token, the steps are counted from the second token on.
 
     Args:
         engine: None where nothing is measured.
@@ -77,7 +78,7 @@ def expected(order: ExportRequest, handed: Handed, engine: Engine | None) -> dic
     if engine is None:
         return {**record, "prompts": [], "tokens": []}
     prompts = prompts_of(order, engine)
-    plain = engine.plain().generate(prompts, max_new_tokens=order.new_tokens, sampling=GREEDY, ignore_eos=True)
+    plain = engine.plain().generate(prompts, max_new_tokens=order.new_tokens, sampling=GREEDY)
     engine.rest()
     begun, count, undrafted = [list(prompt) for prompt in prompts], order.new_tokens, 0
     if KNOWN[order.to].digests_first and count > 1:
@@ -85,9 +86,12 @@ def expected(order: ExportRequest, handed: Handed, engine: Engine | None) -> dic
             # The first step of a drafter that reads hidden states has no draft, and emits that token.
             undrafted = 1
         else:
-            begun = [[*prompt, out.tokens[0]] for prompt, out in zip(prompts, plain, strict=True)]
+            # An output of one token was said by that forward.
+            begun = [
+                [*prompt, out.tokens[0]] for prompt, out in zip(prompts, plain, strict=True) if len(out.tokens) > 1
+            ]
             count -= 1
-    drafted = engine.generate(begun, max_new_tokens=count, sampling=GREEDY, ignore_eos=True)
+    drafted = engine.generate(begun, max_new_tokens=count, sampling=GREEDY)
     steps = sum(out.num_steps - undrafted for out in drafted)
     tokens = sum(len(out.tokens) - undrafted for out in drafted)
     accepted = sum(out.num_accepted_tokens for out in drafted)
@@ -98,7 +102,7 @@ def expected(order: ExportRequest, handed: Handed, engine: Engine | None) -> dic
         "tokens": [list(out.tokens) for out in plain],
         "steps": steps,
         "verified_tokens": tokens,
-        "tokens_per_step": tokens / steps,
+        "tokens_per_step": tokens / steps if steps else 1.0,
         "acceptance_rate": accepted / max(1, proposed),
     }
 

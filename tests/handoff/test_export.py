@@ -5,7 +5,9 @@ import re
 import resource
 import shutil
 import sys
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from outrider.drafters.traits import exports_of
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.handoff import smoke
 from outrider.handoff.checks import check, openvino
+from outrider.handoff.checks import llama as llama_check
 from outrider.handoff.checks import transformers as transformers_check
 from outrider.handoff.export import LAUNCH, export
 from outrider.handoff.order import ExportRequest
@@ -504,6 +507,51 @@ def test_the_check_in_transformers_reads_prompts_that_hold_the_pad_token(target,
     (place / "generation_config.json").write_text(json.dumps({"pad_token_id": pad, "eos_token_id": VOCAB - 1}))
     done = smoke.run_check(out, Path(sys.executable), ["--target", str(place)])
     assert (done.returncode, "2 of 2 outputs" in done.stdout) == (0, True), done.stdout
+
+
+def test_outputs_are_compared_up_to_their_first_end_token(target, tmp_path):
+    """llama.cpp says nothing behind one, and cannot be told to."""
+    place = tmp_path / "target"
+    shutil.copytree(target, place)
+    llama(num_layers=1).float().save_pretrained(tmp_path / "draft")
+    found = []
+    for name, end in (("whole", VOCAB - 1), ("cut", None)):
+        end = found[0]["tokens"][0][3] if end is None else end
+        (place / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+        order = ordered("transformers", place, f"model:path={tmp_path / 'draft'}", tmp_path / name, measure=True)
+        export(replace(order, prompts=2, new_tokens=6))
+        found.append(json.loads((tmp_path / name / smoke.EXPECTED).read_text()))
+    whole, cut = found
+    assert cut["tokens"] == [ours[: [*ours, end].index(end) + 1] for ours in whole["tokens"]]
+    assert len(cut["tokens"][0]) <= 4
+    assert cut["verified_tokens"] == sum(map(len, cut["tokens"]))
+    done = smoke.run_check(tmp_path / "cut", Path(sys.executable), ["--target", str(place)])
+    assert (done.returncode, "2 of 2 outputs" in done.stdout) == (0, True), done.stdout
+
+
+def test_llama_cpp_may_end_with_the_end_token_and_is_asked_for_no_more():
+    asked = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            tokens = [5, 6, 2][: asked[-1]["n_predict"]]
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"tokens": tokens, "timings": {"draft_n_accepted": 1}}).encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    expected = {"prompts": [[7], [8]], "tokens": [[5, 6, 2], [5, 6]], "verified_tokens": 3, "tokens_per_step": 3.0}
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        decoded = llama_check.decode(expected, "target", f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert [body["n_predict"] for body in asked] == [3, 2]
+    assert not any(body.get("ignore_eos") for body in asked)
+    assert decoded == {"tokens": expected["tokens"], "steps": 1}
+    assert check.judged({**expected, "dtype": "float32"}, decoded)[1]
 
 
 def test_an_exported_draft_model_has_a_tokenizer_that_older_versions_of_transformers_read(tmp_path):

@@ -17,8 +17,8 @@ from typing import Any
 TOLERANCE = 0.03
 """How much tokens per step may differ, as a share."""
 Decode = Callable[[Mapping[str, Any], str, str | None], Mapping[str, Any]]
-"""Takes what is expected, the target and the address of a server. Returns `tokens` of each prompt, and `steps`: how
-often the target verified a draft; None if the engine does not tell."""
+"""Takes what is expected, the target and the address of a server. Returns `tokens` of each prompt, no more than are
+expected of it, and `steps`: how often the target verified a draft; None if the engine does not tell."""
 
 
 def judged(expected: Mapping[str, Any], decoded: Mapping[str, Any]) -> tuple[list[str], bool]:
@@ -36,7 +36,8 @@ def judged(expected: Mapping[str, Any], decoded: Mapping[str, Any]) -> tuple[lis
         lines.append(f"output {i} differs at token {place}: {theirs[place : place + 4]}, not {ours[place : place + 4]}")
     good = not wrong or expected["dtype"] != "float32"
     if decoded.get("steps"):
-        here, there = expected["tokens_per_step"], expected["verified_tokens"] / decoded["steps"]
+        verified = expected["verified_tokens"] + sum(len(theirs) - len(ours) for ours, theirs in pairs)
+        here, there = expected["tokens_per_step"], verified / decoded["steps"]
         lines.append(f"{there:.3f} tokens per step; Outrider has {here:.3f}")
         near = abs(there - here) <= TOLERANCE * here
         if not near and there < here:

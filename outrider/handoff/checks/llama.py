@@ -13,12 +13,12 @@ def decode(expected: Mapping[str, Any], target: str, url: str | None) -> Mapping
         sys.exit("start llama-server with launch.sh, then give --url http://127.0.0.1:8080")
     tokens: list[list[int]] = []
     steps = 0
-    for prompt in expected["prompts"]:
+    for prompt, ours in zip(expected["prompts"], expected["tokens"], strict=True):
         body = {
             "prompt": prompt,
-            "n_predict": expected["new_tokens"],
+            # Without `ignore_eos`, which would forbid an end token as the last one.
+            "n_predict": len(ours),
             "temperature": 0,
-            "ignore_eos": True,
             "return_tokens": True,
             "cache_prompt": False,
         }

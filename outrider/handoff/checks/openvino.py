@@ -101,12 +101,13 @@ def decode(expected: Mapping[str, Any], target: str, url: str | None) -> Mapping
     scheduler.cache_size, scheduler.enable_prefix_caching = 1, False
     pipeline = genai.ContinuousBatchingPipeline(there, scheduler, "CPU", {**hints, "draft_model": draft})
     law = genai.GenerationConfig()
-    law.max_new_tokens, law.ignore_eos = expected["new_tokens"], True
-    law.eos_token_id, law.stop_token_ids = 0, {0}
+    law.eos_token_id, law.stop_token_ids, law.ignore_eos = 0, {0}, True
     law.num_assistant_tokens = expected["num_speculative_tokens"]
-    prompts = [openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)) for prompt in expected["prompts"]]
+    results = []
     # The forwards of the target are told for a run, so each prompt has its own. The first one reads the prompt.
-    results = [pipeline.generate([prompt], [law])[0] for prompt in prompts]
+    for prompt, ours in zip(expected["prompts"], expected["tokens"], strict=True):
+        law.max_new_tokens = len(ours)
+        results += pipeline.generate([openvino.Tensor(numpy.array([prompt], dtype=numpy.int64))], [law])
     forwards = [len(each.extended_perf_metrics.main_model_metrics.raw_metrics.m_durations) for each in results]
     return {"tokens": [list(each.m_generation_ids[0]) for each in results], "steps": sum(forwards) - len(results)}
 

@@ -47,13 +47,13 @@ def decode(expected: Mapping[str, Any], target: str, url: str | None) -> Mapping
         forwards += 1
 
     model.get_input_embeddings().register_forward_hook(count)
-    for prompt in expected["prompts"]:
+    for prompt, ours in zip(expected["prompts"], expected["tokens"], strict=True):
         ids = torch.tensor([prompt])
         # A prompt may hold the pad token, and without a mask generate takes that for padding.
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=expected["new_tokens"],
+            max_new_tokens=len(ours),
             do_sample=False,
             **options,
         )

@@ -36,8 +36,11 @@ def _started(expected: Mapping[str, Any], target: str) -> Mapping[str, Any]:
         disable_log_stats=False,
         enforce_eager=True,
     )
-    law = SamplingParams(temperature=0.0, max_tokens=expected["new_tokens"], ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in expected["prompts"]], law, use_tqdm=False)
+    laws = [
+        SamplingParams(temperature=0.0, max_tokens=len(ours), ignore_eos=True, detokenize=False)
+        for ours in expected["tokens"]
+    ]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in expected["prompts"]], laws, use_tqdm=False)
     drafts = sum(each.value for each in llm.get_metrics() if each.name == DRAFTS)
     return {"tokens": [list(each.outputs[0].token_ids) for each in outputs], "steps": int(drafts)}
 
@@ -45,11 +48,11 @@ def _started(expected: Mapping[str, Any], target: str) -> Mapping[str, Any]:
 def _from_server(expected: Mapping[str, Any], url: str) -> Mapping[str, Any]:
     model = json.loads(_read(f"{url}/v1/models"))["data"][0]["id"]
     before, tokens = _drafts(url), list[list[int]]()
-    for prompt in expected["prompts"]:
+    for prompt, ours in zip(expected["prompts"], expected["tokens"], strict=True):
         body = {
             "model": model,
             "prompt": prompt,
-            "max_tokens": expected["new_tokens"],
+            "max_tokens": len(ours),
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
