@@ -1,0 +1,95 @@
+"""Layers whose weights stay packed."""
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor, nn
+
+from outrider.lm.weights.blocks import BlockWeight
+from outrider.lm.weights.operators import block_linear, block_rows
+
+
+class _Packed(nn.Module):
+    """A layer with a matrix of packed weights.
+
+    Attributes:
+        kind: The format of its blocks.
+        data: Its panels, a buffer. Layers with tied weights have the same one.
+    """
+
+    data: UInt8[Tensor, "panels bytes"]
+
+    def __init__(self, weight: BlockWeight) -> None:
+        super().__init__()
+        self.kind, self._shape = weight.kind, (weight.out_features, weight.in_features)
+        self.register_buffer("data", weight.data)
+
+    @property
+    def blocks(self) -> BlockWeight:
+        """The matrix."""
+        out_features, in_features = self._shape
+        return BlockWeight(kind=self.kind, out_features=out_features, in_features=in_features, data=self.data)
+
+
+class BlockLinear(_Packed):
+    """A linear layer with packed weights. States and outputs have the same dtype.
+
+    Example:
+        >>> import numpy as np
+        >>> layer = BlockLinear(BlockWeight.of_gguf(np.zeros((3, 18), dtype=np.uint8), "Q4_0"), torch.ones(3))
+        >>> layer(torch.ones(1, 32))
+        tensor([[1., 1., 1.]])
+    """
+
+    bias: Float[Tensor, " out_features"] | None
+
+    def __init__(self, weight: BlockWeight, bias: Float[Tensor, " out_features"] | None = None) -> None:
+        super().__init__(weight)
+        self.register_buffer("bias", bias)
+
+    @property
+    def in_features(self) -> int:
+        """Numbers of a state."""
+        return self._shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Numbers of an output."""
+        return self._shape[0]
+
+    def forward(self, states: Float[Tensor, "*batch in_features"]) -> Float[Tensor, "*batch out_features"]:
+        """The outputs for some states."""
+        return block_linear(states, [self.blocks], self.bias)
+
+    def extra_repr(self) -> str:
+        """Its sizes, for printing."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"
+
+
+class BlockEmbedding(_Packed):
+    """An embedding with packed weights.
+
+    Attributes:
+        dtype: Of its outputs.
+    """
+
+    def __init__(self, weight: BlockWeight, dtype: torch.dtype) -> None:
+        super().__init__(weight)
+        self.dtype = dtype
+
+    @property
+    def num_embeddings(self) -> int:
+        """Tokens."""
+        return self._shape[0]
+
+    @property
+    def embedding_dim(self) -> int:
+        """Numbers of a token's row."""
+        return self._shape[1]
+
+    def forward(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch embedding_dim"]:
+        """The rows of some tokens."""
+        return block_rows(ids, self.blocks, self.dtype)
+
+    def extra_repr(self) -> str:
+        """Its sizes, for printing."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, kind={self.kind}"
