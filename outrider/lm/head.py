@@ -24,9 +24,10 @@ from outrider.lm.protocol import Segment
 from outrider.lm.slots.batch import upload
 from outrider.lm.slots.cache import Probe
 from outrider.lm.slots.head_inputs import HeadInputs
+from outrider.lm.slots.inputs import Inputs, Outputs
 from outrider.lm.slots.masks import MaskBuilder
 from outrider.lm.slots.slots import Slots
-from outrider.lm.slots.slotted import Inputs, Outputs, SlottedLM
+from outrider.lm.slots.slotted import SlottedLM
 
 COMPILED = 64
 """Most tokens of a compiled forward. Longer forwards read prompts and are rare."""
@@ -223,7 +224,7 @@ class HeadLM(SlottedLM):
             features=features if kind.features else None,
             logits="all" if kind.logits else "none",
         )
-        inputs = self._inputs(self._batch([segment]), self._slots.grown([segment]))
+        inputs = self._prepared(self._batch([segment]), self._slots.grown([segment])).inputs
         batch_features = features[None] if kind.features else None
         plain = self.module(_read(inputs, tokens[None], batch_features))
         outputs = compiled.run(inputs, kind)

@@ -38,9 +38,10 @@ from outrider.lm.protocol import Segment
 from outrider.lm.slots.batch import ForwardBatch, upload
 from outrider.lm.slots.budget import activation_bytes
 from outrider.lm.slots.cache import Probe
+from outrider.lm.slots.inputs import Inputs, Outputs
 from outrider.lm.slots.masks import look, mask_builder
 from outrider.lm.slots.slots import BRANCHES, Pending, Slots
-from outrider.lm.slots.slotted import Inputs, Outputs, SlottedLM
+from outrider.lm.slots.slotted import SlottedLM
 from outrider.lm.slots.split import ForwardPrice
 
 _TOLERANCE, _ROUGHLY = 1e-2, 0.1

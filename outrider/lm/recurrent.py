@@ -31,8 +31,7 @@ from outrider.lm.slots.budget import SlotRoom, activation_bytes, available_bytes
 from outrider.lm.slots.cache import Probe, SlotCache
 from outrider.lm.slots.masks import MaskBuilder, mask_builder
 from outrider.lm.slots.replay import BORDERS, ReplaySegment, StatefulSlot, pieces
-from outrider.lm.slots.slots import SlotTable
-from outrider.lm.slots.slotted import OverSlots
+from outrider.lm.slots.slots import OverSlots, SlotTable
 
 _TOLERANCE = 1e-2
 

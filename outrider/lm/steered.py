@@ -19,7 +19,7 @@ from outrider.core.types import InputError
 from outrider.lm.forwards.forward import Forward, ForwardChoice
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.model import LanguageModel
-from outrider.lm.slots.slotted import Inputs, Outputs
+from outrider.lm.slots.inputs import Inputs, Outputs
 
 Deltas = Callable[[int], Float[Tensor, "rows columns width"]]
 """The vectors that are added in a layer, by the layer's number."""

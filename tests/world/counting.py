@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from outrider.lm.model import LanguageModel
-from outrider.lm.slots.slotted import Inputs, Outputs
+from outrider.lm.slots.inputs import Inputs, Outputs
 from tests.world.zoo import VOCAB
 
 

@@ -14,7 +14,7 @@ from outrider.lm.hf.cache_keyword import cache_keyword
 from outrider.lm.hf.spread import copied_once, is_spread
 from outrider.lm.hf.taps import tapped
 from outrider.lm.slots.batch import upload
-from outrider.lm.slots.slotted import Inputs, Outputs
+from outrider.lm.slots.inputs import Inputs, Outputs
 
 
 class EagerForward:

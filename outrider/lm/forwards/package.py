@@ -18,9 +18,9 @@ from outrider.lm.forwards.libraries import MANY, Library
 from outrider.lm.forwards.merged import merge
 from outrider.lm.forwards.runner import Runner
 from outrider.lm.slots.batch import upload
+from outrider.lm.slots.inputs import Inputs, Outputs
 from outrider.lm.slots.layout import Layout, NodeOrder
 from outrider.lm.slots.masks import MaskBuilder
-from outrider.lm.slots.slotted import Inputs, Outputs
 from outrider.lm.slots.window import Window
 
 ROWS, WIDTH, VIEW, CAPACITY = 3, 5, 192, 256

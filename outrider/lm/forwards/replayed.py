@@ -21,10 +21,11 @@ from outrider.core.dice import inverse_cdf
 from outrider.core.sampling import tempered
 from outrider.host.meanwhile import hand_over
 from outrider.lm.forwards.recorder import RECORDERS, Recorder, Recording
-from outrider.lm.slots.batch import OneEach, Padded, upload
+from outrider.lm.slots.batch import Padded, upload
 from outrider.lm.slots.cache import SlotCache
 from outrider.lm.slots.chain import ChainNoise, DrawnTokens, Links
-from outrider.lm.slots.slotted import Inputs, Outputs, WholeChain
+from outrider.lm.slots.inputs import Inputs, Outputs
+from outrider.lm.slots.whole_chain import WholeChain
 
 MOST = 120
 """Most recordings of one model at a time. The one that was not used for longest makes room for a new one."""
@@ -303,7 +304,7 @@ class _Chain:
         self._inputs = [
             Inputs(
                 # The tokens and features of each forward are known when the one before has run.
-                batch=OneEach(nodes=self.by_row[0], vectors=None, width=width),
+                batch=Padded.one_each(self.by_row[0], None, width),
                 positions=self.whole[0][k],
                 masks=_with_tensors(chain.masks, [mask.unflatten(0, (steps, num_rows))[k] for mask in shown]),
                 window=cache.window_in_front(num_rows, places[k], chain.view),
@@ -318,7 +319,7 @@ class _Chain:
         features = others.pop(0) if self._links.next_feature else None
         drawn, rows = list[Tensor](), list[Tensor]()
         for k, inputs in enumerate(self._inputs):
-            batch = OneEach(nodes=tokens, vectors=features, width=inputs.batch.width)
+            batch = Padded.one_each(tokens, features, inputs.batch.width)
             outputs = self._runs(replace(inputs, batch=batch), ())
             logits = self._links.logits(outputs.logits[:, 0, : self._vocab_size])
             if self._greedy:

@@ -174,43 +174,6 @@ class ForwardBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneEach:
-    """The batch of a forward over one new node per row. Padding repeats the node.
-
-    Attributes:
-        nodes: The token of each row.
-        vectors: The feature of each row; None if they have none.
-        width: Columns.
-    """
-
-    nodes: Int[Tensor, " rows"]
-    vectors: Float[Tensor, "rows dim"] | None
-    width: int
-
-    @property
-    def prefill_only(self) -> bool:
-        """Whether no logits are wanted: they are."""
-        return False
-
-    def tokens(self, device: torch.device) -> Int[Tensor, "rows width"]:
-        """The tokens of all rows, padded."""
-        tokens = self.nodes.to(device, torch.long, non_blocking=True)[:, None]
-        return tokens if self.width == 1 else tokens.repeat(1, self.width)
-
-    @property
-    def has_features(self) -> bool:
-        """Whether the nodes have features."""
-        return self.vectors is not None
-
-    def features(self, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "rows width dim"] | None:
-        """The features of all rows, padded; None if the nodes have none."""
-        if self.vectors is None:
-            return None
-        vectors = self.vectors.to(device, dtype, non_blocking=True)[:, None]
-        return vectors if self.width == 1 else vectors.repeat(1, self.width, 1)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Padded:
     """The batch of a forward whose nodes are padded already.
 
@@ -222,19 +185,22 @@ class Padded:
     ids: Int[Tensor, "rows width"]
     vectors: Float[Tensor, "rows width dim"] | None
 
+    @classmethod
+    def one_each(cls, nodes: Int[Tensor, " rows"], vectors: Float[Tensor, "rows dim"] | None, width: int) -> "Padded":
+        """One new node per row. Padding repeats the node."""
+        ids, vectors = nodes[:, None], None if vectors is None else vectors[:, None]
+        if width > 1:
+            ids, vectors = ids.repeat(1, width), None if vectors is None else vectors.repeat(1, width, 1)
+        return cls(ids=ids, vectors=vectors)
+
     @property
     def width(self) -> int:
         """Columns."""
         return self.ids.shape[1]
 
-    @property
-    def prefill_only(self) -> bool:
-        """Whether no logits are wanted: they are."""
-        return False
-
     def tokens(self, device: torch.device) -> Int[Tensor, "rows width"]:
         """The tokens of all rows."""
-        return self.ids
+        return self.ids.to(device, torch.long, non_blocking=True)
 
     @property
     def has_features(self) -> bool:
@@ -243,4 +209,4 @@ class Padded:
 
     def features(self, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "rows width dim"] | None:
         """The features of all rows."""
-        return self.vectors
+        return None if self.vectors is None else self.vectors.to(device, dtype, non_blocking=True)

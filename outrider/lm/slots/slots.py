@@ -7,7 +7,8 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.budget import SlotRoom, available_over, promise, shares_of
@@ -179,6 +180,62 @@ class SlotTable(Generic[Content]):
     def _checked(self, slot: int) -> int:
         self[slot]
         return slot
+
+
+class OverSlots(Generic[Content]):
+    """The base of all models over slots.
+
+    Attributes:
+        max_slots: Most slots at once.
+    """
+
+    _slots: SlotTable[Content]
+
+    @property
+    def cache(self) -> SlotCache:
+        """Where keys and values lie."""
+        return self._slots.cache
+
+    @property
+    def max_slots(self) -> int:
+        return self._slots.max_slots
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of the cache copied so far: accepted paths moved into place, slots moved or copied."""
+        return self.cache.bytes_moved
+
+    @property
+    def possible_context(self) -> int:
+        """The largest `max_context` that may be asked for; more than `max_context` if memory is short for all slots."""
+        return self._slots.room.possible_context
+
+    @property
+    def overcommitted(self) -> bool:
+        """Whether slots of `max_context` tokens do not fit all at once."""
+        return self._slots.room.most_bytes is not None
+
+    def holds(self, lengths: Sequence[int]) -> bool:
+        """Whether slots of so many tokens each, and their pending nodes, fit in memory at once."""
+        return self._slots.holds(lengths)
+
+    def release(self, slot: int, *, clean: bool = False) -> None:
+        """Release the slot; with `clean` overwrite its cache, which may hold NaN."""
+        self._slots.release(slot, clean=clean)
+
+    def length(self, slot: int) -> int:
+        """Committed tokens of a slot."""
+        return self._slots[slot].length
+
+    def keys_values(
+        self, slot: int, layer: int
+    ) -> tuple[Float[Tensor, "length heads dim"], Float[Tensor, "length heads value_dim"]]:
+        """A slot's committed keys and values in a layer: read-only views, valid until the model's next call.
+
+        Raises:
+            KeyError: The layer keeps none of its own.
+        """
+        return self.cache.keys_values(slot, layer, self.length(slot))
 
 
 class Slots(SlotTable[Slot]):

@@ -8,6 +8,7 @@ import torch
 
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.slots.buckets import bucket_rows
+from outrider.lm.slots.cache import SlotCache
 
 LAUNCH = {"cpu": 4 << 20, "eager": 2 << 30, "replayed": 400 << 20}
 """Bytes that are read in the time that the operations of one layer cost besides what they read. Estimates: 0.2 ms on a
@@ -40,6 +41,17 @@ class ForwardPrice:
         """How many keys are read in the time that it takes."""
         launch = LAUNCH["cpu" if self.device.type == "cpu" else "replayed" if replayed else "eager"]
         return (self.weights + self.num_layers * launch) / self.position
+
+    def apart(self, used: Sequence[int], cache: SlotCache, *, replayed: bool) -> Sequence[int]:
+        """Which rows get a forward of their own, because their slots are much longer than the others; often none.
+
+        Args:
+            used: Tokens and nodes of each row's slot.
+            replayed: Whether the forwards are replayed.
+        """
+        longest = sorted(range(len(used)), key=lambda i: -used[i])
+        views = [cache.view(used[i], doubling=replayed) for i in longest]
+        return sorted(longest[: rows_apart(views, self.keys(replayed=replayed), replayed=replayed)])
 
 
 def rows_apart(views: Sequence[int], price: float, *, replayed: bool = False) -> int:
