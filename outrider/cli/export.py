@@ -123,7 +123,7 @@ def export(options: ExportOptions, as_json: bool) -> int:
 
         with progress.shown("converting with llama.cpp's script"):
             convert(
-                order, exported.handed, options.llama_cpp / CONVERTER, options.engine_python or Path(sys.executable)
+                order, exported.drafter, options.llama_cpp / CONVERTER, options.engine_python or Path(sys.executable)
             )
     if python is None:
         return 0
@@ -170,13 +170,15 @@ def _asked(options: ExportOptions, target: str, room: Path) -> list[str]:
 
 def _print(exported: "Exported") -> None:
     """The result for people."""
-    handed, expected = exported.handed, exported.expected
+    drafter, expected = exported.drafter, exported.expected
     drawn = ", with weights drawn at random" if exported.order.dry_run else ""
-    print(f"{exported.order.out}: a drafter of the kind {handed.name} for {exported.order.to} ({handed.method}){drawn}")
+    print(
+        f"{exported.order.out}: a drafter of the kind {drafter.name} for {exported.order.to} ({drafter.method}){drawn}"
+    )
     if "tokens_per_step" in expected:
         print(
             f"measured here at temperature 0: {expected['tokens_per_step']:.2f} tokens per step with drafts of "
-            f"{handed.length} tokens"
+            f"{drafter.length} tokens"
         )
     print(f"\nstart it with `sh {exported.order.out / 'launch.sh'}`:")
     print("\n".join(f"  {line}" for line in exported.command[2:]))

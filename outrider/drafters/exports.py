@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ENGINES = ("vllm", "sglang", "llama.cpp", "openvino", "transformers")
-"""The engines to which drafters can be handed."""
+"""The engines to which drafters can be exported."""
 
 
 @dataclass(frozen=True, kw_only=True)

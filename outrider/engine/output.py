@@ -31,12 +31,12 @@ class PromptLogprobs:
     """What the target makes of a prompt: log-softmax of its raw logits, before any setting of a request.
 
     Attributes:
-        own: Of each token of the prompt after those before it; None for the first.
+        token_logprobs: Of each token of the prompt after those before it; None for the first.
         top: Of the likeliest tokens at each place, by token id; None for the first token. Empty where none were asked
             for.
     """
 
-    own: list[float | None]
+    token_logprobs: list[float | None]
     top: list[Mapping[int, float] | None]
 
 

@@ -36,7 +36,7 @@ class Seat:
     accepted: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[Mapping[int, float]] = field(default_factory=list)
-    prompt: PromptLogprobs = field(default_factory=lambda: PromptLogprobs(own=[None], top=[None]))
+    prompt: PromptLogprobs = field(default_factory=lambda: PromptLogprobs(token_logprobs=[None], top=[None]))
     ended: bool = False
 
     @property
@@ -73,7 +73,7 @@ class Seat:
         Args:
             start: Number of the chunk's first token in the prompt.
         """
-        logprobs, top = self.prompt.own, self.prompt.top
+        logprobs, top = self.prompt.token_logprobs, self.prompt.top
         # A chunk that was prefilled before an undone step comes again.
         del logprobs[start + 1 :], top[start + 1 :]
         chosen = scores.chosen or ()

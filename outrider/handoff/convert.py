@@ -6,11 +6,11 @@ from pathlib import Path
 from outrider.core.inputs import InputError
 from outrider.core.place import place_of
 from outrider.handoff.engines.llama import SIZES
-from outrider.handoff.handed import Handed
+from outrider.handoff.exported_drafter import ExportedDrafter
 from outrider.handoff.order import ExportRequest, is_local
 
 
-def convert(order: ExportRequest, handed: Handed, script: Path, python: Path) -> None:
+def convert(order: ExportRequest, drafter: ExportedDrafter, script: Path, python: Path) -> None:
     """Convert the target and the drafter, beside the drafter.
 
     Args:
@@ -22,19 +22,19 @@ def convert(order: ExportRequest, handed: Handed, script: Path, python: Path) ->
     """
     if not is_local(order.target):
         raise InputError(f"llama.cpp converts folders, and the target {order.target} is a hub id; give its folder")
-    size = SIZES.get(handed.dtype, "f16")
+    size = SIZES.get(drafter.dtype, "f16")
     file, models = place_of(order.target).file, list[tuple[str, str, list[str]]]()
     if file is None:
         models.append((order.target, "target.gguf", []))
     else:
         (order.out / "target.gguf").symlink_to(file.resolve())
-    if handed.has_files and handed.method != "draft-simple" and file is not None:
+    if drafter.has_files and drafter.method != "draft-simple" and file is not None:
         raise InputError(
-            f"llama.cpp converts a {handed.name} head beside its target's folder, and the target is the file {file}; "
+            f"llama.cpp converts a {drafter.name} head beside its target's folder, and the target is the file {file}; "
             "give the folder of the target"
         )
-    if handed.has_files:
-        options = [] if handed.method == "draft-simple" else ["--target-model-dir", order.target]
+    if drafter.has_files:
+        options = [] if drafter.method == "draft-simple" else ["--target-model-dir", order.target]
         models.append((str(order.out), "draft.gguf", options))
     for source, name, more in models:
         out = ["--outtype", size, "--outfile", str(order.out / name)]

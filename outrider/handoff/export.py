@@ -13,7 +13,7 @@ from outrider.core.destination import check_free, locked
 from outrider.core.inputs import InputError
 from outrider.drafters.traits import Traits
 from outrider.handoff.engines import KNOWN
-from outrider.handoff.handed import Handed
+from outrider.handoff.exported_drafter import ExportedDrafter
 from outrider.handoff.lengths import PlanFile
 from outrider.handoff.losses import predicted
 from outrider.handoff.order import ExportRequest, is_local
@@ -39,14 +39,14 @@ class Exported:
 
     Attributes:
         order: What was wanted.
-        handed: The drafter as the engine gets it.
+        drafter: The drafter as the engine gets it.
         command: The lines of the launch script.
         losses: What is lost, a sentence each.
         expected: The content of `expected.json`.
     """
 
     order: ExportRequest
-    handed: Handed
+    drafter: ExportedDrafter
     command: Sequence[str]
     losses: Sequence[str]
     expected: Mapping[str, Any]
@@ -57,10 +57,10 @@ class Exported:
         return {
             "out": str(self.order.out),
             "engine": self.order.to,
-            "drafter": self.handed.name,
-            "method": self.handed.method,
-            "num_speculative_tokens": self.handed.length,
-            "num_speculative_tokens_per_requests": dict(self.handed.lengths),
+            "drafter": self.drafter.name,
+            "method": self.drafter.method,
+            "num_speculative_tokens": self.drafter.length,
+            "num_speculative_tokens_per_requests": dict(self.drafter.lengths),
             "launch": list(self.command),
             "losses": list(self.losses),
             "untrained": self.order.dry_run,
@@ -79,18 +79,18 @@ def export(order: ExportRequest) -> Exported:
     with locked(order.out.parent / f".{order.out.name}.lock", order.out):
         plan = None if order.plan is None else PlanFile.read(order.plan, order.drafter)
         source = open_source(order)
-        handed = handed_over(order, source, plan)
+        drafter = exported_drafter(order, source, plan)
         with files.written(order.out):
             order.out.parent.mkdir(parents=True, exist_ok=True)
             with files.replaced(order.out) as fresh:
                 fresh.mkdir()
-                exported = _filled(order, source, handed, plan, fresh)
+                exported = _filled(order, source, drafter, plan, fresh)
                 # Another program may have written there meanwhile.
                 check_free(order.out)
     return exported
 
 
-def handed_over(order: ExportRequest, source: Source, plan: PlanFile | None) -> Handed:
+def exported_drafter(order: ExportRequest, source: Source, plan: PlanFile | None) -> ExportedDrafter:
     """The drafter as the engine gets it. Raises InputError for a draft length that the head does not have."""
     most = order.num_speculative_tokens or source.most
     lengths = {} if plan is None else {b: min(n, most or n) for b, n in plan.lengths.items()}
@@ -107,7 +107,7 @@ def handed_over(order: ExportRequest, source: Source, plan: PlanFile | None) -> 
     method = source.exports.method(order.to)
     if method is None:
         raise InputError(f"{order.to} cannot load {source.name}")
-    return Handed(
+    return ExportedDrafter(
         name=source.name,
         method=method,
         exports=source.exports,
@@ -131,24 +131,26 @@ def _is_fixed(head: Head | None) -> bool:
     return sights is not None and not (sights and all(sight.causal for sight in sights))
 
 
-def _filled(order: ExportRequest, source: Source, handed: Handed, plan: PlanFile | None, folder: Path) -> Exported:
+def _filled(
+    order: ExportRequest, source: Source, drafter: ExportedDrafter, plan: PlanFile | None, folder: Path
+) -> Exported:
     """All files of the folder."""
     if source.exports.has_files:
-        write_checkpoint(order, source, handed, folder)
-    if handed.method == "custom_generate":
-        write_custom_generate(folder, length=f"fixed:{handed.length}")
-    engine = engine_of(order, source, folder, handed) if order.measure else None
-    record = expected(order, handed, engine)
-    losses = [*KNOWN[order.to].losses(handed), *(plan.costs() if plan else predicted(order, handed, engine))]
-    if source.head is not None and handed.first_steps is not None:
+        write_checkpoint(order, source, drafter, folder)
+    if drafter.method == "custom_generate":
+        write_custom_generate(folder, length=f"fixed:{drafter.length}")
+    engine = engine_of(order, source, folder, drafter) if order.measure else None
+    record = expected(order, drafter, engine)
+    losses = [*KNOWN[order.to].losses(drafter), *(plan.costs() if plan else predicted(order, drafter, engine))]
+    if source.head is not None and drafter.first_steps is not None:
         losses.append(
             f"{KNOWN[order.to].title} runs the first of {source.head.num_specialists} specialists alone, as a head of "
-            f"the kind {handed.method}. It learnt {handed.first_steps} draft step{'s' * (handed.first_steps > 1)}; "
+            f"the kind {drafter.method}. It learnt {drafter.first_steps} draft step{'s' * (drafter.first_steps > 1)}; "
             "longer drafts work, and their later tokens are accepted less."
         )
     losses += [f"{name} of the drafter has no counterpart there." for name in source.unused]
-    command = list(KNOWN[order.to].launch(handed))
-    exported = Exported(order=order, handed=handed, command=command, losses=losses, expected=record)
+    command = list(KNOWN[order.to].launch(drafter))
+    exported = Exported(order=order, drafter=drafter, command=command, losses=losses, expected=record)
     written = {
         **scripts(order.to, measured=engine is not None),
         EXPECTED: json.dumps(record) + "\n",
@@ -161,9 +163,9 @@ def _filled(order: ExportRequest, source: Source, handed: Handed, plan: PlanFile
     return exported
 
 
-def write_checkpoint(order: ExportRequest, source: Source, handed: Handed, folder: Path) -> None:
+def write_checkpoint(order: ExportRequest, source: Source, drafter: ExportedDrafter, folder: Path) -> None:
     """Write the weights in the engine's layout: one file, and no path of this machine."""
-    dtype, public = source.target.dtype, handed.target or Path(order.target).name
+    dtype, public = source.target.dtype, drafter.target or Path(order.target).name
     if source.head is not None:
         if order.to != "transformers":
             config, tensors = source.head.exported(order.to, source.shape, dtype, public)
@@ -173,7 +175,7 @@ def write_checkpoint(order: ExportRequest, source: Source, handed: Handed, folde
             # Outrider reads it there too, so it stays in the layout that it has.
             config, tensors = dict(source.checkpoint.config), dict(source.checkpoint.tensors())
             _copy_beside(Path(source.checkpoint.path), folder)
-        write_head(folder, _named(config, source, handed, public), tensors, dtype)
+        write_head(folder, _named(config, source, drafter, public), tensors, dtype)
         return
     draft = source.draft
     if draft is None:
@@ -181,7 +183,7 @@ def write_checkpoint(order: ExportRequest, source: Source, handed: Handed, folde
         _copy_beside(Path(source.place), folder, weights=True)
         return
     if order.to == "transformers":
-        draft.generation_config.num_assistant_tokens = handed.length
+        draft.generation_config.num_assistant_tokens = drafter.length
         draft.generation_config.num_assistant_tokens_schedule = "constant"
         # Stopping early would be another length than the one that was measured.
         draft.generation_config.assistant_confidence_threshold = 0.0
@@ -193,14 +195,14 @@ def write_checkpoint(order: ExportRequest, source: Source, handed: Handed, folde
         _cleaned(file)
 
 
-def _named(config: dict[str, Any], source: Source, handed: Handed, public: str) -> dict[str, Any]:
+def _named(config: dict[str, Any], source: Source, drafter: ExportedDrafter, public: str) -> dict[str, Any]:
     """A config with the draft length and the target where its layout has a place for them, and without paths."""
     kept = _without_paths(config)
     inner = kept.get("speculators_config")
     if not isinstance(inner, dict):
         return kept
     first, *others = inner.get("proposal_methods") or [{}]
-    methods = [{**first, "speculative_tokens": handed.length}, *others]
+    methods = [{**first, "speculative_tokens": drafter.length}, *others]
     verifier = {"name_or_path": public, "architectures": [type(source.target).__name__]}
     return {**kept, "speculators_config": {**inner, "proposal_methods": methods, "verifier": verifier}}
 
@@ -243,8 +245,8 @@ def _copy_beside(place: Path, folder: Path, *, weights: bool = False) -> None:
 
 def readme(exported: Exported) -> str:
     """The page beside the files."""
-    engine, handed, expected = KNOWN[exported.order.to], exported.handed, exported.expected
-    target = f"`{handed.target}`" if handed.target else "the target that it was trained for"
+    engine, drafter, expected = KNOWN[exported.order.to], exported.drafter, exported.expected
+    target = f"`{drafter.target}`" if drafter.target else "the target that it was trained for"
     state = (
         "Its weights are drawn at random: it tries the path, and drafts nothing useful."
         if exported.order.dry_run
@@ -253,7 +255,7 @@ def readme(exported: Exported) -> str:
     lines = [
         f"# A drafter for {engine.title}",
         "",
-        f"A drafter of the kind `{handed.name}` for {target}, written by Outrider. {state}".rstrip(),
+        f"A drafter of the kind `{drafter.name}` for {target}, written by Outrider. {state}".rstrip(),
         "",
         "## Start",
         "",
@@ -266,7 +268,7 @@ def readme(exported: Exported) -> str:
         "## Use",
         "",
         f"```{engine.language}",
-        *engine.use(handed),
+        *engine.use(drafter),
         "```",
         "",
     ]
@@ -278,7 +280,7 @@ def readme(exported: Exported) -> str:
             f"step with `{EXPECTED}`." + (" `--url` asks a server that runs." if engine.serves else ""),
             "",
             f"Outrider measured {expected['tokens_per_step']:.2f} tokens per step at temperature 0 with drafts of "
-            f"{handed.length} tokens; {expected['acceptance_rate']:.0%} of the draft tokens were accepted.",
+            f"{drafter.length} tokens; {expected['acceptance_rate']:.0%} of the draft tokens were accepted.",
             "",
         ]
     lines += ["## What is lost", "", *(f"- {line}" for line in exported.losses), ""]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.handoff.engines import KNOWN
-from outrider.handoff.handed import Handed
+from outrider.handoff.exported_drafter import ExportedDrafter
 from outrider.handoff.order import ExportRequest
 from outrider.handoff.smoke import prompts_of
 from outrider.plan.prediction import expected_steps
@@ -18,7 +18,7 @@ DRAWN = Sampling(temperature=1.0, seed=0)
 NAME = "drafter"
 
 
-def predicted(order: ExportRequest, handed: Handed, engine: Engine | None) -> Sequence[str]:
+def predicted(order: ExportRequest, drafter: ExportedDrafter, engine: Engine | None) -> Sequence[str]:
     """What is lost where a draft becomes a chain and the verifier the engine's, a sentence each.
 
     A few texts are drawn. The coverage theory says how many steps each way of decoding is expected to take for them.
@@ -26,26 +26,26 @@ def predicted(order: ExportRequest, handed: Handed, engine: Engine | None) -> Se
     Args:
         engine: The target with the drafter; None where nothing is measured.
     """
-    if handed.method == "custom_generate":
+    if drafter.method == "custom_generate":
         return []
-    tree = KNOWN[order.to].tree(handed)
+    tree = KNOWN[order.to].tree(drafter)
     if engine is None:
         return []
-    drafter = engine.parts.drafter
+    trained = engine.parts.drafter
     recorded = record(
         engine,
-        {NAME: drafter},
+        {NAME: trained},
         prompts_of(order, engine),
         sampling=DRAWN,
         max_new_tokens=order.new_tokens,
-        depth=handed.length,
+        depth=drafter.length,
     )
-    ways = list(ways_of(NAME, drafter, lengths=[handed.length]))
+    ways = list(ways_of(NAME, trained, lengths=[drafter.length]))
     chains = {way.verifier: _rate(recorded, way) for way in ways if way.tree == "chain"}
     trees = [(_rate(recorded, way), way) for way in ways if way.tree != "chain"]
     greedy = order.to in ("llama.cpp", "openvino")
     if order.to == "vllm":
-        greedy = handed.speculative()["draft_sample_method"] == "greedy"
+        greedy = drafter.speculative()["draft_sample_method"] == "greedy"
     kept = "match" if greedy else "token"
     lines: list[str] = []
     if kept in chains:
@@ -59,7 +59,7 @@ def predicted(order: ExportRequest, handed: Handed, engine: Engine | None) -> Se
             f"Trees: Outrider's small tree `{way.tree}` with verifier `{way.verifier}` makes {rate:.2f} tokens per "
             f"step, with {sum(way.widths)} nodes"
         )
-    where = f"predicted at temperature 1 for drafts of {handed.length} tokens on {len(recorded.texts)} short texts"
+    where = f"predicted at temperature 1 for drafts of {drafter.length} tokens on {len(recorded.texts)} short texts"
     return [f"{line}; {where}." for line in lines]
 
 

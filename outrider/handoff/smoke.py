@@ -14,7 +14,7 @@ from outrider.core.inputs import InputError
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.handoff.engines import KNOWN
-from outrider.handoff.handed import OWN, Handed
+from outrider.handoff.exported_drafter import OWN, ExportedDrafter
 from outrider.handoff.order import ExportRequest
 from outrider.handoff.source import Source
 
@@ -25,13 +25,12 @@ LENGTH = 12
 """Tokens of a prompt where there is no tokenizer to write one."""
 
 
-def engine_of(order: ExportRequest, source: Source, folder: Path, handed: Handed) -> Engine:
+def engine_of(order: ExportRequest, source: Source, folder: Path, drafter: ExportedDrafter) -> Engine:
     """An engine with the drafter that was written, as Outrider reads it."""
-    drafter = handed.name if not handed.has_files else str(folder)
     return outrider.load(
         source.target,
-        drafter=drafter,
-        length=f"fixed:{handed.length}",
+        drafter=str(folder) if drafter.has_files else drafter.name,
+        length=f"fixed:{drafter.length}",
         tokenizer=source.tokenizer,
         ignore_generation_config=True,
         max_slots=min(8, order.prompts),
@@ -57,7 +56,7 @@ def prompts_of(order: ExportRequest, engine: Engine) -> list[list[int]]:
     return [prompts[each.id] for each in choose(fitting, order.prompts)]
 
 
-def expected(order: ExportRequest, handed: Handed, engine: Engine | None) -> dict[str, Any]:
+def expected(order: ExportRequest, drafter: ExportedDrafter, engine: Engine | None) -> dict[str, Any]:
     """The content of `expected.json`.
 
     An output ends with its first end token, because some engines can say nothing behind one. Where the other engine's
@@ -68,11 +67,11 @@ def expected(order: ExportRequest, handed: Handed, engine: Engine | None) -> dic
     """
     record = {
         "engine": order.to,
-        "method": handed.method,
-        "target": handed.target,
-        "dtype": handed.dtype,
-        "num_speculative_tokens": handed.length,
-        "engine_options": options_of(order, handed),
+        "method": drafter.method,
+        "target": drafter.target,
+        "dtype": drafter.dtype,
+        "num_speculative_tokens": drafter.length,
+        "engine_options": options_of(order, drafter),
         "new_tokens": order.new_tokens,
     }
     if engine is None:
@@ -107,12 +106,12 @@ def expected(order: ExportRequest, handed: Handed, engine: Engine | None) -> dic
     }
 
 
-def options_of(order: ExportRequest, handed: Handed) -> Mapping[str, Any]:
+def options_of(order: ExportRequest, drafter: ExportedDrafter) -> Mapping[str, Any]:
     """What the check tells the engine of the drafter."""
     if order.to == "vllm":
-        return handed.speculative()
-    if handed.method == "custom_generate":
-        return {"drafter": f"{handed.name}:path={OWN}" if handed.has_files else handed.name}
+        return drafter.speculative()
+    if drafter.method == "custom_generate":
+        return {"drafter": f"{drafter.name}:path={OWN}" if drafter.has_files else drafter.name}
     return {}
 
 

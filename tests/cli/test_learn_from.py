@@ -100,7 +100,7 @@ def test_a_head_that_learnt_is_exported_before_vllm_gets_its_weights(tmp_path):
     with VllmProcess(python, launch) as process:
         assert swapped(task_of(process.remote.url, tmp_path / "learnt", head))
         steps = process.remote.get("/seen")["steps"]
-    assert (made.handed.method, steps[2:4]) == ("eagle", ["start_draft_weight_update", "update_weights"])
+    assert (made.drafter.method, steps[2:4]) == ("eagle", ["start_draft_weight_update", "update_weights"])
     assert steps[4] == (tmp_path / "made" / "model.safetensors").stat().st_size
     assert steps[5:] == ["finish_weight_update", "resume"]
 

@@ -234,7 +234,7 @@ def test_the_first_specialist_is_exported_as_the_head_that_it_is(trunk, engine, 
     source = tmp_path / "poss"
     moved(head_learner("poss", model, depth=DEPTH, trunk=trunk, unrolled=4, stride=2)).write(source)
     found = export(ordered(engine, target, f"poss:path={source}", tmp_path / "out"))
-    assert (found.handed.method, found.handed.length) == (method, 2)
+    assert (found.drafter.method, found.drafter.length) == (method, 2)
     assert any(
         "runs the first of 2 specialists alone" in line and "learnt 2 draft steps" in line for line in found.losses
     )
@@ -243,7 +243,7 @@ def test_the_first_specialist_is_exported_as_the_head_that_it_is(trunk, engine, 
     same = {number for (_, number), row in here.items() if torch.equal(row, back[_, number])}
     assert {number for _, number in here} - same == {2}
     longer = export(ordered(engine, target, f"poss:path={source}", tmp_path / "longer", num_speculative_tokens=4))
-    assert longer.handed.length == 4
+    assert longer.drafter.length == 4
 
 
 def test_a_dflash_2_head_has_the_names_and_keys_that_vllm_reads(heads, target, tmp_path):
@@ -251,7 +251,7 @@ def test_a_dflash_2_head_has_the_names_and_keys_that_vllm_reads(heads, target, t
     found = export(ordered("vllm", target, f"dflash2:path={heads('dflash2')}", tmp_path / "out"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     inner = config["dflash_config"]
-    assert (found.handed.method, config["architectures"], config["model_type"]) == (
+    assert (found.drafter.method, config["architectures"], config["model_type"]) == (
         "dflash",
         ["DFlash2DraftModel"],
         "qwen3",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from outrider.handoff.handed import Handed
+from outrider.handoff.exported_drafter import ExportedDrafter
 from outrider.heads.eagle3 import SPEC
 
 FILE = Path(__file__).parent.parent.parent / "deploy" / "kubernetes" / "vllm.yaml"
@@ -41,8 +41,8 @@ def test_its_command_is_that_of_an_export(parts):
     values = parts["ConfigMap", "speculative"]["data"]
     arguments = [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], each) for each in container["args"]]
     config = json.loads(arguments[arguments.index("--speculative-config") + 1])
-    handed = Handed(
+    drafter = ExportedDrafter(
         name="eagle3", method="eagle3", exports=SPEC.exports, target=None, dtype="bfloat16", length=5, lengths={}
     )
-    assert config == {**handed.speculative(), "model": "/drafter"}
+    assert config == {**drafter.speculative(), "model": "/drafter"}
     assert (arguments[0], container["command"]) == ("org/target", ["vllm", "serve"])

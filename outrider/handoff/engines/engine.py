@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from outrider.handoff.handed import Handed
+from outrider.handoff.exported_drafter import ExportedDrafter
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportTarget:
-    """An engine to which drafters are handed.
+    """An engine to which drafters are exported.
 
     Attributes:
         title: Its name in sentences.
@@ -24,15 +24,15 @@ class ExportTarget:
     """
 
     title: str
-    launch: Callable[[Handed], Sequence[str]]
-    use: Callable[[Handed], Sequence[str]]
-    losses: Callable[[Handed], Sequence[str]]
+    launch: Callable[[ExportedDrafter], Sequence[str]]
+    use: Callable[[ExportedDrafter], Sequence[str]]
+    losses: Callable[[ExportedDrafter], Sequence[str]]
     check: str
     language: str = "sh"
     serves: bool = True
     reads_gguf: bool = False
     digests_first: bool = True
-    tree: Callable[[Handed], bool] = lambda handed: False
+    tree: Callable[[ExportedDrafter], bool] = lambda drafter: False
 
     @property
     def behind(self) -> str:
@@ -42,10 +42,10 @@ class ExportTarget:
         return "It answers a prompt: `--prompt TEXT`, `--new-tokens N`."
 
 
-def curl_request(port: int) -> Callable[[Handed], Sequence[str]]:
+def curl_request(port: int) -> Callable[[ExportedDrafter], Sequence[str]]:
     """A request to a server of OpenAI's API on this machine."""
     body = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}'
-    return lambda handed: [
+    return lambda drafter: [
         f"curl http://127.0.0.1:{port}/v1/chat/completions -H 'Content-Type: application/json' \\",
         f"  -d '{body}'",
     ]

@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 
 from outrider.handoff.engines.engine import ExportTarget, curl_request
-from outrider.handoff.handed import Handed
+from outrider.handoff.exported_drafter import ExportedDrafter
 
 SIZES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 """Its names of dtypes; other dtypes become the last."""
 
 
-def launch(handed: Handed) -> Sequence[str]:
+def launch(drafter: ExportedDrafter) -> Sequence[str]:
     """Convert both models where that was not done, then the server."""
-    size = SIZES.get(handed.dtype, "f16")
+    size = SIZES.get(drafter.dtype, "f16")
     convert = 'python "$LLAMA_CPP/convert_hf_to_gguf.py"'
     lines = [
-        *handed.heading,
+        *drafter.heading,
         ': "${LLAMA_CPP:?set LLAMA_CPP to llama.cpp\'s folder}"',
         ': "${TARGET_DIR:?set TARGET_DIR to the target\'s folder, or to its GGUF file}"',
         'case "$TARGET_DIR" in',
@@ -25,8 +25,8 @@ def launch(handed: Handed) -> Sequence[str]:
     # The target has its name from the folder here.
     lines = [line for line in lines if "TARGET:" not in line]
     draft = ""
-    if handed.has_files:
-        whose = "" if handed.method == "draft-simple" else ' --target-model-dir "$TARGET_DIR"'
+    if drafter.has_files:
+        whose = "" if drafter.method == "draft-simple" else ' --target-model-dir "$TARGET_DIR"'
         lines.append(
             f'[ -f "$HERE/draft.gguf" ] || {convert} "$HERE"{whose} --outtype {size} --outfile "$HERE/draft.gguf"'
         )
@@ -36,23 +36,23 @@ def launch(handed: Handed) -> Sequence[str]:
         '"$LLAMA_CPP/build/bin/llama-quantize" "$HERE/target.gguf" "$HERE/target-q4.gguf" Q4_K_M'
     )
     lines.append(
-        f'exec "$LLAMA_CPP/build/bin/llama-server" -m "$HERE/target.gguf" {draft}--spec-type {handed.method} '
-        f'--spec-draft-n-max {handed.length} -fa on "$@"'
+        f'exec "$LLAMA_CPP/build/bin/llama-server" -m "$HERE/target.gguf" {draft}--spec-type {drafter.method} '
+        f'--spec-draft-n-max {drafter.length} -fa on "$@"'
     )
     return lines
 
 
-def losses(handed: Handed) -> Sequence[str]:
+def losses(drafter: ExportedDrafter) -> Sequence[str]:
     """What llama.cpp does otherwise."""
     sentences = [
         "Drafts are greedy chains there. The verifier follows the draft while the target draws the same tokens, so "
         "above temperature 0 fewer draft tokens are accepted than with Outrider's drawn drafts."
     ]
-    if handed.lengths:
+    if drafter.lengths:
         sentences.append(
             "llama.cpp has one draft length for all batch sizes; that of the smallest number of requests is used."
         )
-    if not handed.same_vocabulary:
+    if not drafter.same_vocabulary:
         sentences.append("The vocabularies differ; llama.cpp allows 128 tokens of difference.")
     return sentences
 

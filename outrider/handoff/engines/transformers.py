@@ -3,23 +3,23 @@
 from collections.abc import Sequence
 
 from outrider.handoff.engines.engine import ExportTarget
-from outrider.handoff.handed import Handed
+from outrider.handoff.exported_drafter import ExportedDrafter
 
 
-def launch(handed: Handed) -> Sequence[str]:
+def launch(drafter: ExportedDrafter) -> Sequence[str]:
     """Answer a prompt."""
-    return [*handed.heading, 'exec python "$HERE/engine.py" --target "$TARGET" "$@"']
+    return [*drafter.heading, 'exec python "$HERE/engine.py" --target "$TARGET" "$@"']
 
 
-def use(handed: Handed) -> Sequence[str]:
+def use(drafter: ExportedDrafter) -> Sequence[str]:
     """A call of `generate` that drafts."""
     folder = '"path/to/this/folder"'
-    if handed.method == "assistant_model":
+    if drafter.method == "assistant_model":
         drafts = f"assistant_model=AutoModelForCausalLM.from_pretrained({folder})"
     else:
-        drafter = f'"{handed.name}:path=path/to/this/folder"' if handed.has_files else f'"{handed.name}"'
-        drafts = f"custom_generate={folder}, trust_remote_code=True, drafter={drafter}"
-    target = handed.target or "path/to/target"
+        spec = f'"{drafter.name}:path=path/to/this/folder"' if drafter.has_files else f'"{drafter.name}"'
+        drafts = f"custom_generate={folder}, trust_remote_code=True, drafter={spec}"
+    target = drafter.target or "path/to/target"
     return [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
@@ -31,13 +31,13 @@ def use(handed: Handed) -> Sequence[str]:
     ]
 
 
-def losses(handed: Handed) -> Sequence[str]:
+def losses(drafter: ExportedDrafter) -> Sequence[str]:
     """What transformers does otherwise."""
-    if handed.method == "custom_generate":
+    if drafter.method == "custom_generate":
         return ["Nothing is lost: transformers runs Outrider's own code, which must be installed there."]
     return [
         "transformers decodes one request at a time with an assistant_model. Its draft length is "
-        f"{handed.length}, from generation_config.json, whatever the batch."
+        f"{drafter.length}, from generation_config.json, whatever the batch."
     ]
 
 
@@ -51,5 +51,5 @@ ENGINE = ExportTarget(
     serves=False,
     reads_gguf=True,
     digests_first=False,
-    tree=lambda handed: handed.method == "custom_generate",
+    tree=lambda drafter: drafter.method == "custom_generate",
 )

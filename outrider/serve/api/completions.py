@@ -160,7 +160,7 @@ class CompletionWriter(Writer):
             part.text = self._echoes[output.prompt] + part.text
             if format.logprobs is not None and prompt.scores is not None:
                 part.tokens = [*prompt.tokens, *part.tokens]
-                part.logprobs = [*prompt.scores.own, *part.logprobs]
+                part.logprobs = [*prompt.scores.token_logprobs, *part.logprobs]
                 part.top = [*(_likeliest(each, format.logprobs) for each in prompt.scores.top), *part.top]
         return part
 
@@ -192,7 +192,7 @@ class CompletionWriter(Writer):
                 choice["prompt_token_ids"] = list(prompt.tokens)
         if format.prompt_logprobs is not None and prompt.scores is not None:
             top = [_likeliest(each, format.prompt_logprobs) for each in prompt.scores.top]
-            choice["prompt_logprobs"] = vocabulary.prompt_logprobs(prompt.tokens, prompt.scores.own, top)
+            choice["prompt_logprobs"] = vocabulary.prompt_logprobs(prompt.tokens, prompt.scores.token_logprobs, top)
         return choice
 
     def _offsets_of(self, output: OutputStream, part: _Part) -> list[int]:

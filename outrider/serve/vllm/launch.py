@@ -93,14 +93,14 @@ class VllmSpeculation:
                 trust_remote_code=setup.trust_remote_code,
             )
         )
-        speculative = exported.handed.speculative()
+        speculative = exported.drafter.speculative()
         return replace(
             self,
-            method=exported.handed.method,
+            method=exported.drafter.method,
             model=str(folder),
             num_tokens=speculative["num_speculative_tokens"],
             draws=speculative["draft_sample_method"] == "probabilistic",
-            options=exported.handed.exports.options,
+            options=exported.drafter.exports.options,
         )
 
 

@@ -22,10 +22,10 @@ def expected(prompt: list[int]) -> torch.Tensor:
 
 def check(found, prompt: list[int], top: int) -> None:
     law = expected(prompt)
-    assert found.own[0] is None
+    assert found.token_logprobs[0] is None
     assert found.top[0] is None
-    assert len(found.own) == len(found.top) == len(prompt)
-    for row, token, own, best in zip(law, prompt[1:], found.own[1:], found.top[1:], strict=True):
+    assert len(found.token_logprobs) == len(found.top) == len(prompt)
+    for row, token, own, best in zip(law, prompt[1:], found.token_logprobs[1:], found.top[1:], strict=True):
         assert own == pytest.approx(row[token].item(), abs=1e-5)
         values, ids = row.topk(top) if top else ([], torch.tensor([]))
         assert list(best) == ids.tolist()
@@ -78,7 +78,7 @@ def test_a_prompt_as_long_as_the_context_can_be_scored():
     busy = engine("none")
     prompt = [3 + i % 20 for i in range(256)]
     [out] = busy.generate([prompt], max_new_tokens=0, prompt_logprobs=0)
-    assert len(out.prompt_logprobs.own) == 256
+    assert len(out.prompt_logprobs.token_logprobs) == 256
     with pytest.raises(InputError, match="the prompt has 256 tokens"):
         busy.generate([prompt], max_new_tokens=1, prompt_logprobs=0)
 
@@ -114,7 +114,7 @@ def test_log_probabilities_of_an_output_are_the_same_with_and_without_drafts():
     # Reading the output as a prompt says the same.
     whole = [*busy.encode("Once upon a time"), *plain.tokens]
     [read_] = busy.generate([whole], max_new_tokens=0, prompt_logprobs=3)
-    assert read_.prompt_logprobs.own[-len(plain.tokens) :] == pytest.approx(plain.logprobs, abs=1e-4)
+    assert read_.prompt_logprobs.token_logprobs[-len(plain.tokens) :] == pytest.approx(plain.logprobs, abs=1e-4)
 
 
 def test_a_service_refuses_scores_of_a_wrong_prompt():

@@ -11,7 +11,7 @@ OWN = "$HERE"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Handed:
+class ExportedDrafter:
     """A drafter as another engine gets it.
 
     Attributes:
