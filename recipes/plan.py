@@ -3,7 +3,7 @@
 `python -m recipes plan --out DIR` records plain runs on one half of the prompts, at each temperature, and predicts
 chains and trees of a draft model and of suffix matching for several numbers of requests at once. Then all of them run
 on the other half of the prompts, in random order, with a plain run beside every three of them: the machine may be
-faster in one minute than in the next. It writes a row for each, the errors as a table for
+faster in one minute than in the next. It writes a row for each prediction and each run, the errors as a table for
 `docs/laboratory/planning.md`, and a plot.
 With `--planted` the draft rows are recorded at a wrong temperature: then the errors must be seen.
 
@@ -11,7 +11,6 @@ A second call with the same folder and settings keeps the predictions and adds r
 takes about four minutes for each temperature, for the pair that ships with Outrider on two cores.
 """
 
-import json
 import math
 import random
 import statistics
@@ -24,7 +23,9 @@ from typing import Annotated, Any, cast
 import typer
 
 from outrider.assembly import assemble, completed
-from outrider.bench.folder import read_rows
+from outrider.bench.evidence import Row
+from outrider.bench.folder import folder
+from outrider.bench.report import Findings, Table
 from outrider.bench.workloads.workload import PROMPTS
 from outrider.catalog import make
 from outrider.cli.plan import MOST_DOUBT, best_trees, with_trees
@@ -57,7 +58,6 @@ QUICK = {
 }
 TAU, SPEED, REGRET, COVERED = 0.03, 0.10, 0.05, 0.80
 """What must be reached: median errors of tokens per step and per second, regret, and cover of the intervals of 90 %."""
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,22 +167,25 @@ class Errors:
         ]
         return [text for fine, text in checks if not fine]
 
-    def markdown(self) -> str:
+    def findings(self) -> Findings:
         """The errors as a table."""
         lines = [
-            "| what | median | 90th percentile | in intervals of 90 % |",
-            "|---|---|---|---|",
-            f"| error of tokens per step | {self.tau[0]:.1%} | {self.tau[1]:.1%} | |",
-            f"| error of tokens per second | {self.speed[0]:.1%} | {self.speed[1]:.1%} | {self.covered:.0%} |",
-            f"| error of the speedup over plain decoding | {self.speedup[0]:.1%} | {self.speedup[1]:.1%} | "
-            f"{self.speedup_covered:.0%} |",
-            "",
+            ("error of tokens per step", *(f"{each:.1%}" for each in self.tau), ""),
+            ("error of tokens per second", *(f"{each:.1%}" for each in self.speed), f"{self.covered:.0%}"),
+            (
+                "error of the speedup over plain decoding",
+                *(f"{each:.1%}" for each in self.speedup),
+                f"{self.speedup_covered:.0%}",
+            ),
+        ]
+        text = (
             f"{self.ways} ways that were not run before. Rank correlation (Kendall) {self.kendall:.2f}. The advised "
             f"way is at most {self.regret:.1%} slower than the best measured one, and at most "
             f"{self.regret_elsewhere:.1%} slower than the one that is best in other rounds. Plain decoding was advised "
-            f"wrongly {self.wrongly_plain} times.",
-        ]
-        return "\n".join(lines) + "\n"
+            f"wrongly {self.wrongly_plain} times."
+        )
+        head = ("what", "median", "90th percentile", "in intervals of 90 %")
+        return Findings(tables=[Table(head=head, lines=lines)], text=text, summary=asdict(self))
 
 
 def main(
@@ -202,63 +205,48 @@ def main(
     out: options.Out = None,
 ) -> None:
     """Record, predict, measure, compare. Exit status 1 if a prediction is not as good as it must be."""
-    settings = {**locals(), "target": target and Path(target).name, "prompts": Path(prompts).name}
-    settings = {name: value for name, value in settings.items() if name not in ("out", "rounds", "temperatures")}
+    given = {**locals(), "target": target and Path(target).name, "prompts": Path(prompts).name}
     setup = Setup(target, drafter=drafter)
     engine = assemble(replace(setup, drafter=completed(setup).drafter, length="fixed:4", probe=False))
     questions = [engine.encode(prompt) for _, _, prompt in read_prompts(prompts)][:num_prompts]
     fitted, held_out = questions[::2], questions[1::2]
     name = str(completed(setup).drafter).partition(":")[0]
     drafters = {name: engine.parts.drafter, "suffix": cast(Drafter, make("drafter", "suffix"))}
-    predicted, runs = kept(out, settings)
-    for temperature in options.numbers("--temperatures", temperatures):
-        if planted and temperature == 0:
-            continue
-        if not any(row["temperature"] == temperature for row in predicted):
-            predicted += predict(
-                engine,
-                drafters,
-                fitted,
-                temperature=temperature,
-                batches=options.whole_numbers("--batches", batches),
-                lengths=options.whole_numbers("--lengths", lengths),
-                rules=rules.split(","),
-                max_new_tokens=max_new_tokens,
-                planted=planted,
-            )
-            keep(out, "predictions.jsonl", predicted)
-        own = [row for row in predicted if row["temperature"] == temperature]
-        before = 1 + max((run["round"] for run in runs if run["temperature"] == temperature), default=-1)
-        for number in range(before, before + rounds):
-            runs += measure(engine, drafters, held_out, own, max_new_tokens=max_new_tokens, number=number)
-            keep(out, "runs.jsonl", runs)
-        print(f"temperature {temperature:g}: {len(own)} ways, {before + rounds} rounds")
-    rows = compared(predicted, runs)
-    errors = Errors.of(rows)
-    print(errors.markdown())
-    if out is not None:
-        write(rows, errors, out)
+    with folder(out, "plan", {name: value for name, value in given.items() if name != "temperatures"}) as place:
+        for temperature in options.numbers("--temperatures", temperatures):
+            if planted and temperature == 0:
+                continue
+            if not of(place.rows, "predicted", temperature):
+                for row in predict(
+                    engine,
+                    drafters,
+                    fitted,
+                    temperature=temperature,
+                    batches=options.whole_numbers("--batches", batches),
+                    lengths=options.whole_numbers("--lengths", lengths),
+                    rules=rules.split(","),
+                    max_new_tokens=max_new_tokens,
+                    planted=planted,
+                ):
+                    place.add({"phase": "predicted", **row})
+            predicted = of(place.rows, "predicted", temperature)
+            before = 1 + max((run["round"] for run in of(place.rows, "measured", temperature)), default=-1)
+            for number in range(before, before + rounds):
+                for row in measure(engine, drafters, held_out, predicted, max_new_tokens=max_new_tokens, number=number):
+                    place.add({"phase": "measured", **row})
+        rows = compared(of(place.rows, "predicted"), of(place.rows, "measured"))
+        errors = Errors.of(rows)
+        place.finish(errors.findings())
+        if out is not None:
+            plot(rows, out / "predicted.svg")
     if failures := errors.failures():
         print("; ".join(failures))
         raise typer.Exit(1)
 
 
-def kept(out: Path | None, settings: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
-    """Predictions and runs of earlier calls. Raises InputError if they were made with other settings."""
-    if out is None:
-        return [], []
-    out.mkdir(parents=True, exist_ok=True)
-    place, said = out / "settings.json", json.dumps(settings, indent=1)
-    if place.exists() and place.read_text(encoding="utf-8") != said:
-        raise InputError(f"{out} holds a run with other settings; name another folder, or delete it")
-    place.write_text(said, encoding="utf-8")
-    return read_rows(out / "predictions.jsonl"), read_rows(out / "runs.jsonl")
-
-
-def keep(out: Path | None, name: str, rows: Sequence[Row]) -> None:
-    """Write rows as lines of JSON."""
-    if out is not None:
-        (out / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def of(rows: Sequence[Row], phase: str, temperature: float | None = None) -> list[Row]:
+    """The rows of a phase, at one temperature or at all."""
+    return [row for row in rows if row["phase"] == phase and temperature in (None, row["temperature"])]
 
 
 def predict(
@@ -437,13 +425,10 @@ def run(
     }
 
 
-def write(rows: Sequence[Compared], errors: Errors, out: Path) -> None:
-    """Write rows, the table and the plot."""
+def plot(rows: Sequence[Compared], file: Path) -> None:
+    """Draw predicted over measured tokens per second."""
     from matplotlib.figure import Figure
 
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "rows.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")
-    (out / "errors.md").write_text(errors.markdown(), encoding="utf-8")
     figure = Figure(figsize=(5, 5))
     axes = figure.add_subplot()
     for requests in sorted({row.requests for row in rows}):
@@ -455,7 +440,7 @@ def write(rows: Sequence[Compared], errors: Errors, out: Path) -> None:
         axes.plot(ends, [factor * end for end in ends], color="grey", linewidth=0.6, linestyle="--")
     axes.set(xscale="log", yscale="log", xlabel="measured tokens per second", ylabel="predicted tokens per second")
     axes.legend()
-    figure.savefig(out / "predicted.svg", bbox_inches="tight")
+    figure.savefig(file, bbox_inches="tight")
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.core.types import InputError
-from recipes.plan import Compared, Errors, compared, keep, kept
+from recipes.plan import Compared, Errors, compared
 
 PLAIN = Compared(
     temperature=1.0,
@@ -60,8 +60,9 @@ def test_good_predictions_pass():
     assert (errors.ways, errors.covered, errors.kendall, errors.regret, errors.wrongly_plain) == (2, 1, 1, 0, 0)
     assert errors.tau[0] == pytest.approx(1 - 2.0 / 2.02)
     assert (errors.speedup_covered, errors.regret_elsewhere) == (1, 0)
-    assert "| error of tokens per second | 1.8% |" in errors.markdown()
-    assert "| error of the speedup over plain decoding | 1.8% |" in errors.markdown()
+    [table] = errors.findings().tables
+    assert "| error of tokens per second | 1.8% |" in table.markdown()
+    assert "| error of the speedup over plain decoding | 1.8% |" in table.markdown()
 
 
 def test_predictions_that_are_off_fail():
@@ -99,14 +100,6 @@ def test_measured_speedups_are_those_beside_the_plain_runs_of_each_round():
     assert found.speedups == (1.5, 1.5)
     assert found.measured == pytest.approx(4.0)
     assert found.measured_tau == pytest.approx(16 / 6)
-
-
-def test_a_folder_of_other_settings_is_refused_and_one_of_the_same_goes_on(tmp_path):
-    assert kept(tmp_path, {"lengths": "1"}) == ([], [])
-    keep(tmp_path, "runs.jsonl", [{"round": 0}])
-    assert kept(tmp_path, {"lengths": "1"}) == ([], [{"round": 0}])
-    with pytest.raises(InputError, match="other settings"):
-        kept(tmp_path, {"lengths": "2"})
 
 
 def test_nothing_to_compare_is_refused():
