@@ -19,7 +19,7 @@ from outrider.core import files
 from outrider.host import remembered
 
 COMPILERS = ("g++", "clang++", "c++")
-FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off")
+FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off")
 """How a file is built. Products are added by fused operations only where the source says so, so that every build of a
 function for a machine returns the same bits."""
 

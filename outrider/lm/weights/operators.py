@@ -1,17 +1,25 @@
 """Torch's operators `outrider::block_linear` and `outrider::block_rows`: products with packed weights, and their rows.
 
-Both are known to `torch.export`. Without a C++ compiler, and on a GPU, the weights are unpacked a slice at a time and
-multiplied in float32.
+Both are known to `torch.export`. On a CPU the functions of `kernels.cpp` compute them, for states of float32 and of
+bfloat16; states of float16 become float32. Without a C++ compiler, on a GPU and for float64, the weights are unpacked a
+slice at a time and multiplied by torch.
 """
 
+import ctypes
+import functools
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.nn import functional as F
 
+from outrider.host.native import native
 from outrider.lm.weights.blocks import KINDS, NAMES, BlockWeight
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""How the kernels number the types of numbers."""
 
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
 _LIBRARY.define("block_linear(Tensor states, Tensor[] blocks, int[] kinds, int[] sizes, Tensor? bias) -> Tensor")
@@ -51,30 +59,103 @@ def plain_linear(
     sizes: Sequence[int],
     bias: Float[Tensor, " out"] | None,
 ) -> Float[Tensor, "*batch out"]:
-    """The products, by unpacking the weights."""
-    rows = states.flatten(0, -2).float()
+    """The products by torch, in float32 or float64."""
+    dtype = torch.promote_types(states.dtype, torch.float32)
+    rows = states.flatten(0, -2).to(dtype)
     outputs = [
-        F.linear(rows, part)
+        F.linear(rows, part.to(dtype))
         for data, kind, size in zip(blocks, kinds, sizes, strict=True)
         for _, part in _weight(data, kind, size).slices()
     ]
     joined = torch.cat(outputs, dim=1)
     if bias is not None:
-        joined = joined + bias.float()
+        joined = joined + bias.to(dtype)
     return joined.to(states.dtype).unflatten(0, states.shape[:-1])
+
+
+def native_linear(
+    states: Float[Tensor, "*batch in_features"],
+    blocks: Sequence[UInt8[Tensor, "panels bytes"]],
+    kinds: Sequence[int],
+    sizes: Sequence[int],
+    bias: Float[Tensor, " out"] | None,
+    dtype: torch.dtype,
+) -> Float[Tensor, "*batch out"]:
+    """The products by the kernels. The bits of a state's outputs depend on nothing but the state and the weights.
+
+    Args:
+        states: Float32 or bfloat16, on a CPU.
+        blocks: The panels of each matrix.
+        kinds: The number of each matrix's format.
+        sizes: The rows of each matrix.
+        bias: Of all outputs.
+        dtype: Of the outputs, float32 or bfloat16.
+    """
+    rows = states.reshape(-1, states.shape[-1])
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    if bias is not None and (bias.dtype not in TYPES or not bias.is_contiguous()):
+        bias = bias.float().contiguous()
+    out = states.new_empty((*states.shape[:-1], sum(sizes)), dtype=dtype)
+    count = len(kinds)
+    failed = _kernels().outrider_block_linear(
+        rows.data_ptr(),
+        TYPES[rows.dtype],
+        len(rows),
+        rows.stride(0),
+        rows.shape[1],
+        count,
+        (ctypes.c_void_p * count)(*(data.data_ptr() for data in blocks)),
+        (ctypes.c_int64 * count)(*kinds),
+        (ctypes.c_int64 * count)(*sizes),
+        None if bias is None else bias.data_ptr(),
+        0 if bias is None else TYPES[bias.dtype],
+        out.data_ptr(),
+        TYPES[dtype],
+    )
+    if failed:
+        raise ValueError(f"no kernel multiplies states of {rows.shape[1]} numbers with weights of the kinds {kinds}")
+    return out
 
 
 def _linear(
     states: Tensor, blocks: Sequence[Tensor], kinds: Sequence[int], sizes: Sequence[int], bias: Tensor | None
 ) -> Tensor:
     """The operator `block_linear`."""
-    return plain_linear(states, blocks, kinds, sizes, bias)
+    if states.device.type != "cpu" or states.dtype == torch.float64 or _kernels() is None:
+        return plain_linear(states, blocks, kinds, sizes, bias)
+    if states.dtype not in TYPES:
+        return native_linear(states.float(), blocks, kinds, sizes, bias, torch.float32).to(states.dtype)
+    return native_linear(states, blocks, kinds, sizes, bias, states.dtype)
 
 
 def _rows(ids: Tensor, blocks: Tensor, kind: int, size: int, features: int, dtype: torch.dtype) -> Tensor:
     """The operator `block_rows`."""
-    rows = _weight(blocks, kind, size).dequantised(dtype, ids.flatten())
-    return rows.unflatten(0, ids.shape) if ids.dim() else rows.squeeze(0)
+    if ids.device.type != "cpu" or _kernels() is None:
+        rows = _weight(blocks, kind, size).dequantised(dtype, ids.flatten())
+        return rows.unflatten(0, ids.shape) if ids.dim() else rows.squeeze(0)
+    ids = ids.long().contiguous()
+    out = blocks.new_empty((*ids.shape, features), dtype=dtype if dtype in TYPES else torch.float32)
+    failed = _kernels().outrider_block_rows(
+        ids.data_ptr(), ids.numel(), blocks.data_ptr(), kind, size, features, out.data_ptr(), TYPES[out.dtype]
+    )
+    if failed:
+        raise IndexError(f"an id is not in the range of {size} rows")
+    return out.to(dtype)
+
+
+@functools.cache
+def _kernels() -> ctypes.CDLL | None:
+    """The functions of `kernels.cpp`; None if they cannot be built here."""
+    library = native(Path(__file__).with_name("kernels.cpp"))
+    if library is not None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        library.outrider_block_linear.argtypes = [
+            *(pointer, number, number, number, number),
+            *(number, pointer, pointer, pointer, pointer, number, pointer, number),
+        ]
+        library.outrider_block_rows.argtypes = [pointer, number, pointer, number, number, number, pointer, number]
+    return library
 
 
 def _fake_linear(

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from outrider.lm.weights.blocks import KINDS, BlockWeight
 from outrider.lm.weights.linear import BlockEmbedding, BlockLinear
-from outrider.lm.weights.operators import block_linear, plain_linear
+from outrider.lm.weights.operators import _kernels, block_linear, native_linear, plain_linear
 from tests.lm.weights.test_blocks import file_bytes
 
 CASTS = True
+COMPILED = pytest.mark.skipif(_kernels() is None, reason="no C++ compiler")
 KIND_NAMES = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -38,9 +39,65 @@ def error(output: Tensor, exact: Tensor) -> float:
     return ((output.double() - exact).norm() / exact.norm()).item()
 
 
+def products(given: Tensor, weights: list[BlockWeight], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Outputs of the kernels."""
+    sizes = [weight.out_features for weight in weights]
+    kinds = [weight.number for weight in weights]
+    return native_linear(given, [weight.data for weight in weights], kinds, sizes, None, dtype)
+
+
+@COMPILED
 @KIND_NAMES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_are_exact_up_to_summation(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("spread", [1, 4])
+def test_kernels_are_exact_up_to_summation(kind: str, dtype: torch.dtype, spread: int) -> None:
+    random = np.random.default_rng(2)
+    for _ in range(12):
+        rows, out = int(random.integers(1, 21)), int(random.integers(1, 51))
+        features = KINDS[kind].weights * int(random.integers(1, 9))
+        weight, given = matrix(kind, out, features), (states(rows, features) ** spread).to(dtype)
+        exact = given.double() @ weight.dequantised(torch.float32).double().T
+        assert error(products(given, [weight]), exact) < 1e-6, (rows, out, features)
+
+
+@COMPILED
+@KIND_NAMES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_of_a_row_depend_on_nothing_beside_it(kind: str, dtype: torch.dtype) -> None:
+    weights, given = [matrix(kind, 203, 768), matrix("Q4_K", 50, 768)], states(70, 768, dtype)
+    whole = products(given, weights)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for rows in (1, 2, 3, 5, 8, 13, 16, 64):
+            first = (17 * rows) % (70 - rows)
+            some = products(given[first : first + rows], weights)
+            assert (some != whole[first : first + rows]).sum() == 0, (threads, rows)
+    assert (products(given, weights[:1]) != whole[:, :203]).sum() == 0
+
+
+@COMPILED
+@KIND_NAMES
+def test_a_state_that_is_no_number_makes_outputs_that_are_none(kind: str) -> None:
+    given = states(4, 256)
+    given[1, 40], given[2, 200] = float("nan"), float("inf")
+    output = products(given, [matrix(kind, 20, 256)])
+    assert output[[0, 3]].isfinite().all()
+    assert not output[1].isfinite().any()
+    assert not output[2].isfinite().any()
+
+
+@COMPILED
+@KIND_NAMES
+@pytest.mark.parametrize("size", [1e-26, 1e30])
+def test_very_small_and_very_large_states_are_multiplied(kind: str, size: float) -> None:
+    weight, given = matrix(kind, 20, 256), (states(3, 256) * size).to(torch.bfloat16)
+    exact = given.double() @ weight.dequantised(torch.float32).double().T
+    assert ((products(given, [weight]).double() - exact).abs() <= 1e-5 * exact.abs().max()).all()
+
+
+@KIND_NAMES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_the_file(kind: str, dtype: torch.dtype) -> None:
     random = np.random.default_rng(2)
     for _ in range(12):
         rows, out = int(random.integers(1, 21)), int(random.integers(1, 51))

@@ -1,0 +1,845 @@
+// Products of states with packed weights, and rows of packed weights. `blocks.py` says how panels are laid out.
+//
+// A thread owns panels of 16 outputs. It unpacks the codes of a group of 32 weights once and uses them for up to eight
+// states. Each state has sums of its own, which are added in one fixed order, so its outputs do not depend on the other
+// states or on the number of threads.
+//
+// Products of bfloat16 states:
+// - with AVX-512 and its instructions for bfloat16: codes are exact in bfloat16, products are added in float32;
+// - with AVX2: the 32 states of a group are whole numbers times a power of two, and their products with codes are added
+//   as whole numbers, exactly. The whole numbers have 23 bits (of codes of 8 bits: 30), so a state keeps all its bits
+//   unless it is 2^15 (2^22) times smaller than the largest of its group, or smaller than 2^-80;
+// - otherwise as float32.
+// Float32 states are multiplied with codes in float32. In all of them, the sum over a group is multiplied with the
+// scale of the group in float32.
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if !defined(WITH_AVX512_BF16) && !defined(WITH_AVX2)
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__F16C__)
+#define WITH_AVX512_BF16
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define WITH_AVX2
+#endif
+#endif
+#if defined(WITH_AVX512_BF16) || defined(WITH_AVX2)
+#include <immintrin.h>
+#endif
+
+// The functions that others call. Types of numbers: 0 is float32, 1 is bfloat16. Kinds of blocks: as GGUF numbers them.
+extern "C" {
+// Products of states [rows, features] with `count` matrices one behind another, plus a bias (or null): out [rows, sum
+// of the matrices' sizes]. `stride` is the distance of two states in numbers; the numbers of a state have none.
+// Returns 0, or 1 if a type or a kind is unknown.
+int outrider_block_linear(const void *states, int64_t states_type, int64_t rows, int64_t stride, int64_t features,
+                          int64_t count, const void *const *blocks, const int64_t *kinds, const int64_t *sizes,
+                          const void *bias, int64_t bias_type, void *out, int64_t out_type);
+// Rows of a matrix: out [count, features]. Returns as above, and 2 if an id is not in 0 .. size - 1.
+int outrider_block_rows(const int64_t *ids, int64_t count, const void *blocks, int64_t kind, int64_t size,
+                        int64_t features, void *out, int64_t out_type);
+}
+
+namespace {
+
+constexpr int PANEL = 16, GROUP = 32, MOST = 8;   // rows of a panel, weights of a group, states of one pass
+constexpr int64_t CHUNK = 64, ALONE = 1 << 14;    // states between two passes over a panel; weights for one thread
+enum Type { FLOAT32 = 0, BFLOAT16 = 1 };
+enum Kind { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30 };
+
+// As `BlockKind` in blocks.py.
+struct Layout {
+    int weights, header, bits, zero;
+    bool offsets;  // whether a weight is more than a scale times a code
+    constexpr int codes() const { return PANEL * GROUP * bits / 8; }  // bytes of a group
+    constexpr int chunk() const { return PANEL * header + weights / GROUP * codes(); }
+};
+
+constexpr Layout layout_of(int kind) {
+    switch (kind) {
+        case Q4_0: return {32, 2, 4, 8, false};
+        case Q4_1: return {32, 4, 4, 0, true};
+        case Q5_0: return {32, 2, 5, 16, false};
+        case Q5_1: return {32, 4, 5, 0, true};
+        case Q8_0: return {32, 2, 8, 0, false};
+        case Q4_K: return {256, 20, 4, 0, true};
+        case Q5_K: return {256, 20, 5, 0, true};
+        case Q6_K: return {256, 18, 6, 32, false};
+        case BF16: return {32, 0, 16, 0, false};
+        default: return {0, 0, 0, 0, false};
+    }
+}
+
+float from_bfloat16(uint16_t value) {
+    const uint32_t bits = uint32_t(value) << 16;
+    float result;
+    memcpy(&result, &bits, 4);
+    return result;
+}
+
+uint16_t to_bfloat16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+float from_float16(uint16_t value) {
+    // Shifted into a float32 whose exponent is 112 too small; infinities and numbers that are none are put right.
+    uint32_t bits = uint32_t(value & 0x7fff) << 13;
+    float result;
+    if (bits >= 0x7c00u << 13) {
+        bits += 0x70000000;
+        memcpy(&result, &bits, 4);
+    } else {
+        memcpy(&result, &bits, 4);
+        result *= 0x1p112f;
+    }
+    return value & 0x8000 ? -result : result;
+}
+
+// Scales and offsets of the 16 rows of a group, or of half a group.
+struct Scales {
+    alignas(64) float scale[PANEL], offset[PANEL];
+};
+
+// `block` is a block of a panel, `group` a group in it, `half` its first or second half.
+template <int KIND>
+inline void read_scales(const uint8_t *block, int group, int half, Scales &scales) {
+    const uint8_t *small = block + 64 + group * 32, *sixth = block + 32 + group * 32 + half * 16;
+    for (int c = 0; c < PANEL; c++) {
+        uint16_t d = 0, m = 0;
+        if (KIND != BF16) memcpy(&d, block + 2 * c, 2);
+        if (layout_of(KIND).offsets) memcpy(&m, block + 32 + 2 * c, 2);
+        scales.scale[c] = KIND == BF16 ? 1 : from_float16(d);
+        scales.offset[c] = layout_of(KIND).offsets ? from_float16(m) : 0;
+        if (KIND == Q4_K || KIND == Q5_K) scales.scale[c] *= small[c], scales.offset[c] *= -float(small[16 + c]);
+        if (KIND == Q6_K) scales.scale[c] *= int8_t(sixth[c]);
+    }
+}
+
+// The codes of a group as float32, those of zero already subtracted: [weight of the group, row of the panel].
+template <int KIND>
+inline void unpack(const uint8_t *codes, float (*tile)[PANEL]) {
+    constexpr Layout layout = layout_of(KIND);
+    if (layout.bits >= 8) {
+        for (int k = 0; k < GROUP; k++)
+            for (int c = 0; c < PANEL; c++) {
+                const int index = k / 2 * 2 * PANEL + 2 * c + k % 2;
+                uint16_t wide = 0;
+                if (layout.bits == 16) memcpy(&wide, codes + 2 * index, 2);
+                tile[k][c] = layout.bits == 16 ? from_bfloat16(wide) : float(int8_t(codes[index]));
+            }
+        return;
+    }
+    for (int q = 0; q < 4; q++) {
+        uint32_t low[PANEL], high[PANEL];
+        memcpy(low, codes + 64 * q, 64);
+        if (layout.bits > 4) memcpy(high, codes + (layout.bits == 5 ? 256 : 256 + 64 * (q / 2)), 64);
+        for (int p = 0; p < 2; p++)
+            for (int j = 0; j < 4; j++)
+                for (int c = 0; c < PANEL; c++) {
+                    int code = low[c] >> (16 * p + 4 * j) & 15;
+                    if (layout.bits == 5) code |= (high[c] >> (16 * p + 8 * (j / 2) + 2 * q + j % 2) & 1) << 4;
+                    if (layout.bits == 6) code |= (high[c] >> (16 * p + 8 * (j / 2) + 4 * (q % 2) + 2 * (j % 2)) & 3) << 4;
+                    tile[8 * q + 2 * j + p][c] = float(code - layout.zero);
+                }
+    }
+}
+
+// What is done with the 16 outputs of a state and a panel.
+struct Output {
+    void *out;
+    const void *bias;
+    int64_t type, bias_type, width;  // width: numbers between two states
+
+    void store(const float *values, int64_t state, int64_t first, int64_t count) const {
+        for (int64_t c = 0; c < count; c++) {
+            float value = values[c];
+            if (bias != nullptr)
+                value += bias_type == FLOAT32 ? static_cast<const float *>(bias)[first + c]
+                                              : from_bfloat16(static_cast<const uint16_t *>(bias)[first + c]);
+            if (type == FLOAT32)
+                static_cast<float *>(out)[state * width + first + c] = value;
+            else
+                static_cast<uint16_t *>(out)[state * width + first + c] = to_bfloat16(value);
+        }
+    }
+};
+
+// A matrix within a product.
+struct Matrix {
+    const uint8_t *data;
+    int64_t kind, size, first;  // first: number of its first output
+};
+
+struct States {
+    const void *data;
+    int64_t type, rows, stride, features;
+    int64_t groups() const { return features / GROUP; }
+    const float *floats(int64_t row) const { return static_cast<const float *>(data) + row * stride; }
+    const uint16_t *halves(int64_t row) const { return static_cast<const uint16_t *>(data) + row * stride; }
+};
+
+// ---- float32
+
+typedef float Vector __attribute__((vector_size(64)));
+
+struct Plain {
+    struct Group {};
+    static constexpr bool takes(int64_t) { return true; }
+    static bool prepares(const std::vector<Matrix> &) { return false; }
+    static void prepare(const States &, int64_t, int64_t, Group &) {}
+
+    // Adds the products of one state with a part of a group. Four sums, whatever is beside it.
+    static __attribute__((noinline)) void add(const float (*tile)[PANEL], const float *x, int begin, int end,
+                                              const Scales &scales, Vector &total) {
+        Vector sums[4] = {};
+        float sum = 0;
+        for (int k = begin; k < end; k += 4)
+            for (int i = 0; i < 4; i++) {
+                sums[i] += *reinterpret_cast<const Vector *>(tile[k + i]) * x[k + i];
+                sum += x[k + i];
+            }
+        total += (sums[0] + sums[1] + (sums[2] + sums[3])) * *reinterpret_cast<const Vector *>(scales.scale);
+        total += *reinterpret_cast<const Vector *>(scales.offset) * sum;
+    }
+
+    template <int KIND, int R>
+    static void panel(const uint8_t *data, const States &states, const Group *, int64_t first, int64_t, float (*outputs)[PANEL]) {
+        panel<KIND>(data, states, first, R, outputs);
+    }
+
+    template <int KIND>
+    static void panel(const uint8_t *data, const States &states, int64_t first, int count, float (*outputs)[PANEL]) {
+        constexpr Layout layout = layout_of(KIND);
+        constexpr int PARTS = KIND == Q6_K ? 2 : 1;
+        alignas(64) float tile[GROUP][PANEL];
+        Vector totals[MOST] = {};
+        for (int64_t k = 0; k < states.features; k += GROUP) {
+            const uint8_t *block = data + k / layout.weights * layout.chunk();
+            const int group = int(k % layout.weights / GROUP);
+            unpack<KIND>(block + PANEL * layout.header + group * layout.codes(), tile);
+            for (int part = 0; part < PARTS; part++) {
+                Scales scales;
+                read_scales<KIND>(block, group, part, scales);
+                for (int r = 0; r < count; r++) {
+                    float x[GROUP];
+                    if (states.type == FLOAT32)
+                        memcpy(x, states.floats(first + r) + k, sizeof x);
+                    else
+                        for (int i = 0; i < GROUP; i++) x[i] = from_bfloat16(states.halves(first + r)[k + i]);
+                    add(tile, x, GROUP / PARTS * part, GROUP / PARTS * (part + 1), scales, totals[r]);
+                }
+            }
+        }
+        memcpy(outputs, totals, count * sizeof(Vector));
+    }
+};
+
+#ifdef WITH_AVX512_BF16
+
+// ---- AVX-512 with bfloat16: every kind
+
+struct Products {
+    struct Group {
+        float sum;  // of the states of a group
+    };
+    static constexpr bool takes(int64_t) { return true; }
+    static bool prepares(const std::vector<Matrix> &matrices) {
+        return std::any_of(matrices.begin(), matrices.end(), [](const Matrix &each) { return layout_of(int(each.kind)).offsets; });
+    }
+
+    static void prepare(const States &states, int64_t row, int64_t number, Group &group) {
+        const __m512i x = _mm512_loadu_si512(states.halves(row) + number * GROUP);
+        const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+        const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int32_t(0xffff0000))));
+        group.sum = _mm512_reduce_add_ps(_mm512_add_ps(even, odd));
+    }
+
+    // Codes as bfloat16, those of zero subtracted. Codes of 4 and of 5 bits take the first half or all of `low`.
+    struct Table {
+        alignas(64) uint16_t low[32], high[32];
+        Table(int bits, int zero) {
+            for (int i = 0; i < 32; i++) {
+                low[i] = to_bfloat16(float((bits == 4 ? i & 15 : i) - zero));
+                high[i] = to_bfloat16(float(i + 32 - zero));
+            }
+        }
+    };
+
+    // The fifth bit, or the fifth and the sixth, where the look-up reads them.
+    template <int BITS, int Q, int J>
+    static __m512i upper(__m512i high) {
+        constexpr int at = BITS == 5 ? 8 * (J / 2) + 2 * Q + J % 2 : 8 * (J / 2) + 4 * (Q % 2) + 2 * (J % 2);
+        return at >= 4 ? _mm512_srli_epi16(high, at >= 4 ? at - 4 : 0) : _mm512_slli_epi16(high, at < 4 ? 4 - at : 0);
+    }
+
+    template <int BITS, int Q, int J>
+    static __m512bh operand(__m512i low, __m512i high, __m512i first, __m512i second) {
+        __m512i index = J == 0 ? low : _mm512_srli_epi16(low, 4 * J);
+        if (BITS == 4) return (__m512bh)_mm512_permutexvar_epi16(index, first);  // reads five bits; the fifth is of no matter
+        // Four bits from below, the others from above.
+        index = _mm512_ternarylogic_epi64(index, upper<BITS, Q, J>(high), _mm512_set1_epi16(BITS == 5 ? 0x10 : 0x30), 0xd8);
+        if (BITS == 5) return (__m512bh)_mm512_permutexvar_epi16(index, first);
+        return (__m512bh)_mm512_permutex2var_epi16(first, index, second);
+    }
+
+    static __m512bh pairs(const uint8_t *codes) {
+        const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
+        const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(codes + 16))));
+        return _mm512_cvtne2ps_pbh(high, low);
+    }
+
+    // Operands of the eight weights from 8 Q on, for each pair of weights.
+    template <int KIND, int Q>
+    static void operands(const uint8_t *codes, __m512i high, __m512i first, __m512i second, __m512bh (&w)[4]) {
+        constexpr int BITS = layout_of(KIND).bits;
+        if constexpr (BITS == 16) {
+            for (int j = 0; j < 4; j++) w[j] = (__m512bh)_mm512_loadu_si512(codes + 256 * Q + 64 * j);
+        } else if constexpr (BITS == 8) {
+            for (int j = 0; j < 4; j++) w[j] = pairs(codes + 128 * Q + 32 * j);
+        } else {
+            const __m512i low = _mm512_loadu_si512(codes + 64 * Q);
+            w[0] = operand<BITS, Q, 0>(low, high, first, second);
+            w[1] = operand<BITS, Q, 1>(low, high, first, second);
+            w[2] = operand<BITS, Q, 2>(low, high, first, second);
+            w[3] = operand<BITS, Q, 3>(low, high, first, second);
+        }
+    }
+
+    template <int KIND, int Q, int R>
+    static void add(const uint8_t *codes, __m512i high, __m512i first, __m512i second, const uint16_t *x, int64_t stride,
+                    __m512 (&even)[R], __m512 (&odd)[R]) {
+        __m512bh w[4];
+        operands<KIND, Q>(codes, high, first, second, w);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            int32_t pair[4];
+            memcpy(pair, x + r * stride + 8 * Q, 16);
+            even[r] = _mm512_dpbf16_ps(even[r], w[0], (__m512bh)_mm512_set1_epi32(pair[0]));
+            odd[r] = _mm512_dpbf16_ps(odd[r], w[1], (__m512bh)_mm512_set1_epi32(pair[1]));
+            even[r] = _mm512_dpbf16_ps(even[r], w[2], (__m512bh)_mm512_set1_epi32(pair[2]));
+            odd[r] = _mm512_dpbf16_ps(odd[r], w[3], (__m512bh)_mm512_set1_epi32(pair[3]));
+        }
+    }
+
+    template <int KIND, int R>
+    static void panel(const uint8_t *data, const States &states, const Group *groups, int64_t first, int64_t local, float (*outputs)[PANEL]) {
+        constexpr Layout layout = layout_of(KIND);
+        static const Table table(layout.bits, layout.zero);
+        const __m512i low_table = _mm512_load_si512(table.low), high_table = _mm512_load_si512(table.high);
+        __m512 total[R], even[R], odd[R];
+        for (int r = 0; r < R; r++) total[r] = even[r] = odd[r] = _mm512_setzero_ps();
+        const int64_t num_groups = states.groups();
+        const uint8_t *block = data;
+        for (int64_t number = 0; number < num_groups; number++) {
+            const int group = int(number % (layout.weights / GROUP));
+            const uint8_t *codes = block + PANEL * layout.header + group * layout.codes();
+            for (int i = 0; i < layout.codes(); i += 64) _mm_prefetch((const char *)codes + i + 2048, _MM_HINT_T0);
+            const uint16_t *x = states.halves(first) + number * GROUP;
+            // Two sums for each state, whatever R is. They go on over the groups of weights without scales.
+            if (KIND != BF16)
+                for (int r = 0; r < R; r++) even[r] = odd[r] = _mm512_setzero_ps();
+            __m512i high = _mm512_setzero_si512();
+            if (layout.bits == 5 || layout.bits == 6) high = _mm512_loadu_si512(codes + 256);
+            add<KIND, 0, R>(codes, high, low_table, high_table, x, states.stride, even, odd);
+            add<KIND, 1, R>(codes, high, low_table, high_table, x, states.stride, even, odd);
+            __m512 scale = _mm512_setzero_ps(), offset = scale;
+            if (KIND != BF16) scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)block));
+            if (KIND == Q6_K) {
+                const __m512 both = scale;
+                const uint8_t *small = block + 32 + group * 32;
+                scale = _mm512_mul_ps(both, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)small))));
+                for (int r = 0; r < R; r++) {
+                    total[r] = _mm512_fmadd_ps(_mm512_add_ps(even[r], odd[r]), scale, total[r]);
+                    even[r] = odd[r] = _mm512_setzero_ps();
+                }
+                scale = _mm512_mul_ps(both, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(small + 16)))));
+                high = _mm512_loadu_si512(codes + 320);
+            }
+            add<KIND, 2, R>(codes, high, low_table, high_table, x, states.stride, even, odd);
+            add<KIND, 3, R>(codes, high, low_table, high_table, x, states.stride, even, odd);
+            if (layout.offsets) offset = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(block + 32)));
+            if (KIND == Q4_K || KIND == Q5_K) {
+                const uint8_t *small = block + 64 + group * 32;
+                scale = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)small))));
+                offset = _mm512_mul_ps(offset, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(small + 16)))));
+            }
+            if (KIND != BF16)
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+                    total[r] = _mm512_fmadd_ps(_mm512_add_ps(even[r], odd[r]), scale, total[r]);
+                    if (layout.offsets) {
+                        const __m512 sum = _mm512_set1_ps(groups[(local + r) * num_groups + number].sum);
+                        total[r] = layout.weights > GROUP ? _mm512_fnmadd_ps(offset, sum, total[r]) : _mm512_fmadd_ps(offset, sum, total[r]);
+                    }
+                }
+            if (group == layout.weights / GROUP - 1) block += layout.chunk();
+        }
+        for (int r = 0; r < R; r++) {
+            if (KIND == BF16) total[r] = _mm512_add_ps(even[r], odd[r]);
+            _mm512_storeu_ps(outputs[r], total[r]);
+        }
+    }
+};
+
+#elif defined(WITH_AVX2)
+
+// ---- AVX2: codes of 4 to 6 bits times three digits of the states
+
+inline __m256 small_scales(const uint8_t *bytes, bool sign) {
+    const __m128i eight = _mm_loadl_epi64((const __m128i *)bytes);
+    return _mm256_cvtepi32_ps(sign ? _mm256_cvtepi8_epi32(eight) : _mm256_cvtepu8_epi32(eight));
+}
+
+inline __m256 halves(const uint8_t *bytes) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)bytes)); }
+
+inline __m256i broadcast(const void *four) {
+    int32_t bits;
+    memcpy(&bits, four, 4);
+    return _mm256_set1_epi32(bits);
+}
+
+// A power of two, of an exponent as float32 keeps it.
+inline float power(int exponent) {
+    const uint32_t bits = uint32_t(exponent) << 23;
+    float result;
+    memcpy(&result, &bits, 4);
+    return result;
+}
+
+// The states of a group, eight in a vector, and an exponent: they are at most 254 / 256 of two to the next one. That
+// is the largest exponent among them, or the next one, and at least 32.
+inline int read_group(const States &states, int64_t row, int64_t number, __m256 (&x)[4]) {
+    __m256i most = _mm256_setzero_si256();
+    for (int q = 0; q < 4; q++) {
+        const __m128i eight = _mm_loadu_si128((const __m128i *)(states.halves(row) + number * GROUP + 8 * q));
+        const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(eight), 16);
+        x[q] = _mm256_castsi256_ps(bits);
+        most = _mm256_max_epi32(most, _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)));
+    }
+    alignas(32) int32_t each[8];
+    _mm256_store_si256((__m256i *)each, most);
+    return std::max((*std::max_element(each, each + 8) + (1 << 16)) >> 23, 32);
+}
+
+inline int32_t sum_of(__m256i values) {
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(values), _mm256_extracti128_si256(values, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1);
+}
+
+struct Digits {
+    // The states of a group are whole numbers times `unit`, and those are 65536 a + 256 b + c with digits from -128 to
+    // 127; a is at least -127.
+    struct Group {
+        int8_t digits[3][GROUP];  // of 8 q + 0, 4, 1, 5, 2, 6, 3, 7, as codes lie in their bytes
+        int32_t high[2], low[2];  // sums of 256 a + b and of c, of both halves
+        float unit, sum;          // sum: of the states
+        int32_t third;            // whether any c is not 0
+        int32_t unused;
+    };
+    static constexpr bool takes(int64_t kind) { return layout_of(int(kind)).bits <= 6; }
+    static bool prepares(const std::vector<Matrix> &) { return true; }
+
+    static void prepare(const States &states, int64_t row, int64_t number, Group &group) {
+        __m256 x[4];
+        const int exponent = read_group(states, row, number, x);
+        const __m256 scale = _mm256_set1_ps(power(127 + 149 - exponent));
+        const __m256i mask = _mm256_set1_epi32(255), half = _mm256_set1_epi32(128);
+        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        const __m256i lowest = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
+        __m256i high[2] = {}, low[2] = {}, third = _mm256_setzero_si256();
+        for (int q = 0; q < 4; q++) {
+            const __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(x[q], scale));
+            const __m256i c = _mm256_sub_epi32(_mm256_and_si256(_mm256_add_epi32(whole, half), mask), half);
+            const __m256i rest = _mm256_srai_epi32(_mm256_sub_epi32(whole, c), 8);
+            const __m256i b = _mm256_sub_epi32(_mm256_and_si256(_mm256_add_epi32(rest, half), mask), half);
+            const __m256i a = _mm256_srai_epi32(_mm256_sub_epi32(rest, b), 8);
+            high[q / 2] = _mm256_add_epi32(high[q / 2], rest), low[q / 2] = _mm256_add_epi32(low[q / 2], c);
+            third = _mm256_or_si256(third, c);
+            const __m256i digits[3] = {a, b, c};
+            for (int d = 0; d < 3; d++) {
+                const __m256i bytes = _mm256_shuffle_epi8(_mm256_permutevar8x32_epi32(digits[d], order), lowest);
+                const int32_t both[2] = {_mm256_extract_epi32(bytes, 0), _mm256_extract_epi32(bytes, 4)};
+                memcpy(group.digits[d] + 8 * q, both, 8);
+            }
+        }
+        for (int i = 0; i < 2; i++) group.high[i] = sum_of(high[i]), group.low[i] = sum_of(low[i]);
+        group.third = !_mm256_testz_si256(third, third);
+        // Infinities and numbers that are none make every output one that is none.
+        group.unit = exponent == 255 ? from_float16(0x7e00) : power(exponent - 22);
+        group.sum = (float(group.high[0] + group.high[1]) * 256 + float(group.low[0] + group.low[1])) * group.unit;
+    }
+
+    // Eight rows of a panel: in byte i of vector 2 q + h, the codes of 8 q + 2 h + 0, 4, 1, 5.
+    template <int BITS>
+    static inline void unpack_half(const uint8_t *codes, int half, __m256i (&w)[8]) {
+        const __m256i mask = _mm256_set1_epi8(15), upper = _mm256_set1_epi8(BITS == 5 ? 0x10 : 0x30);
+        __m256i high = mask;
+        if (BITS == 5) high = _mm256_loadu_si256((const __m256i *)(codes + 256 + 32 * half));
+#pragma GCC unroll 4
+        for (int q = 0; q < 4; q++) {
+            const __m256i low = _mm256_loadu_si256((const __m256i *)(codes + 64 * q + 32 * half));
+            w[2 * q] = _mm256_and_si256(low, mask);
+            w[2 * q + 1] = _mm256_and_si256(_mm256_srli_epi16(low, 4), mask);
+            if (BITS == 4) continue;
+            if (BITS == 6 && q % 2 == 0) high = _mm256_loadu_si256((const __m256i *)(codes + 256 + 32 * q + 32 * half));
+#pragma GCC unroll 2
+            for (int h = 0; h < 2; h++) {
+                const int at = BITS == 5 ? 2 * q + h : 4 * (q % 2) + 2 * h;
+                const __m256i moved = at < 4 ? _mm256_slli_epi16(high, 4 - at) : _mm256_srli_epi16(high, at - 4);
+                w[2 * q + h] = _mm256_or_si256(w[2 * q + h], _mm256_and_si256(moved, upper));
+            }
+        }
+    }
+
+    // Codes from vector BEGIN to END times a digit, added as 16-bit numbers as long as these cannot overflow: STEP
+    // vectors. The sums are multiplied with `weight` and added as 32-bit numbers.
+    template <int BEGIN, int END, int STEP>
+    static inline __m256i dot(const __m256i (&w)[8], const int8_t *digits, __m256i weight) {
+        __m256i result = _mm256_setzero_si256();
+#pragma GCC unroll 4
+        for (int i = BEGIN; i < END; i += STEP) {
+            __m256i sum = _mm256_maddubs_epi16(w[i], broadcast(digits + 4 * i));
+#pragma GCC unroll 8
+            for (int j = 1; j < STEP; j++) sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w[i + j], broadcast(digits + 4 * (i + j))));
+            result = i == BEGIN ? _mm256_madd_epi16(sum, weight) : _mm256_add_epi32(result, _mm256_madd_epi16(sum, weight));
+        }
+        return result;
+    }
+
+    // The products of one state with a group or half of it.
+    template <int KIND, int BEGIN, int END>
+    static inline __m256 product(const __m256i (&w)[8], const Group &group) {
+        constexpr int BITS = layout_of(KIND).bits, ZERO = layout_of(KIND).zero;
+        constexpr int STEP = BITS == 4 ? 8 : BITS == 5 ? 4 : 2;
+        static_assert(STEP * 2 * 128 * ((1 << BITS) - 1) < 1 << 15, "a vector adds two products, and sums have 16 bits");
+        const __m256i one = _mm256_set1_epi16(1);
+        __m256i high = _mm256_add_epi32(dot<BEGIN, END, STEP>(w, group.digits[0], _mm256_set1_epi16(256)), dot<BEGIN, END, STEP>(w, group.digits[1], one));
+        const int half = BEGIN / 4;
+        if (ZERO) high = _mm256_sub_epi32(high, _mm256_set1_epi32(ZERO * (END - BEGIN == 8 ? group.high[0] + group.high[1] : group.high[half])));
+        __m256 sum = _mm256_mul_ps(_mm256_cvtepi32_ps(high), _mm256_set1_ps(256));
+        if (group.third) {
+            __m256i low = dot<BEGIN, END, STEP>(w, group.digits[2], one);
+            if (ZERO) low = _mm256_sub_epi32(low, _mm256_set1_epi32(ZERO * (END - BEGIN == 8 ? group.low[0] + group.low[1] : group.low[half])));
+            sum = _mm256_add_ps(sum, _mm256_cvtepi32_ps(low));
+        }
+        return _mm256_mul_ps(sum, _mm256_set1_ps(group.unit));
+    }
+
+    template <int KIND, int R>
+    static void panel(const uint8_t *data, const States &states, const Group *groups, int64_t, int64_t local, float (*outputs)[PANEL]) {
+        constexpr Layout layout = layout_of(KIND);
+        const int64_t num_groups = states.groups();
+        __m256 total[2][R];
+        for (int r = 0; r < R; r++) total[0][r] = total[1][r] = _mm256_setzero_ps();
+        const uint8_t *block = data;
+        for (int64_t number = 0; number < num_groups; number++) {
+            const int group = int(number % (layout.weights / GROUP));
+            const uint8_t *codes = block + PANEL * layout.header + group * layout.codes();
+            for (int i = 0; i < layout.codes(); i += 64) _mm_prefetch((const char *)codes + i + 2048, _MM_HINT_T0);
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                __m256i w[8];
+                unpack_half<layout.bits>(codes, half, w);
+                __m256 scale = halves(block + 16 * half), second = scale, offset = scale;
+                if (layout.offsets) offset = halves(block + 32 + 16 * half);
+                if (layout.offsets && layout.weights > GROUP) {
+                    const uint8_t *small = block + 64 + group * 32 + 8 * half;
+                    scale = _mm256_mul_ps(scale, small_scales(small, false));
+                    offset = _mm256_sub_ps(_mm256_setzero_ps(), _mm256_mul_ps(offset, small_scales(small + 16, false)));
+                }
+                if (KIND == Q6_K) {
+                    const uint8_t *small = block + 32 + group * 32 + 8 * half;
+                    second = _mm256_mul_ps(scale, small_scales(small + 16, true));
+                    scale = _mm256_mul_ps(scale, small_scales(small, true));
+                }
+                for (int r = 0; r < R; r++) {
+                    const Group &x = groups[(local + r) * num_groups + number];
+                    __m256 sum = total[half][r];
+                    if constexpr (KIND == Q6_K) {
+                        sum = _mm256_fmadd_ps(product<KIND, 0, 4>(w, x), scale, sum);
+                        sum = _mm256_fmadd_ps(product<KIND, 4, 8>(w, x), second, sum);
+                    } else {
+                        sum = _mm256_fmadd_ps(product<KIND, 0, 8>(w, x), scale, sum);
+                    }
+                    if (layout.offsets) sum = _mm256_fmadd_ps(offset, _mm256_set1_ps(x.sum), sum);
+                    total[half][r] = sum;
+                }
+            }
+            if (group == layout.weights / GROUP - 1) block += layout.chunk();
+        }
+        for (int r = 0; r < R; r++)
+            for (int half = 0; half < 2; half++) _mm256_storeu_ps(outputs[r] + 8 * half, total[half][r]);
+    }
+};
+
+// ---- AVX2: codes of 8 bits times two numbers of 16 bits
+
+struct Words {
+    // The states of a group are (32768 a + b) times `unit`.
+    struct Group {
+        int16_t words[2][GROUP];
+        float unit;
+        int32_t second;  // whether any b is not 0
+    };
+    static constexpr bool takes(int64_t kind) { return layout_of(int(kind)).bits == 8; }
+    static bool prepares(const std::vector<Matrix> &) { return true; }
+
+    static void prepare(const States &states, int64_t row, int64_t number, Group &group) {
+        __m256 x[4];
+        const int exponent = read_group(states, row, number, x);
+        const __m256 scale = _mm256_set1_ps(power(127 + 141 - exponent)), base = _mm256_set1_ps(32768);
+        __m256i second = _mm256_setzero_si256();
+        for (int q = 0; q < 4; q++) {
+            const __m256 scaled = _mm256_mul_ps(x[q], scale);
+            const __m256i a = _mm256_cvtps_epi32(scaled);
+            const __m256i b = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_sub_ps(scaled, _mm256_cvtepi32_ps(a)), base));
+            second = _mm256_or_si256(second, b);
+            const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
+            _mm_storeu_si128((__m128i *)(group.words[0] + 8 * q), _mm256_castsi256_si128(words));
+            _mm_storeu_si128((__m128i *)(group.words[1] + 8 * q), _mm256_extracti128_si256(words, 1));
+        }
+        group.second = !_mm256_testz_si256(second, second);
+        group.unit = exponent == 255 ? from_float16(0x7e00) : power(exponent - 29);
+    }
+
+    static inline __m256 dot(const __m256i (&w)[8], const int16_t *words) {
+        __m256i sum = _mm256_madd_epi16(w[0], broadcast(words));
+#pragma GCC unroll 8
+        for (int i = 1; i < 8; i++) sum = _mm256_add_epi32(sum, _mm256_madd_epi16(w[i], broadcast(words + 2 * i)));
+        return _mm256_cvtepi32_ps(sum);
+    }
+
+    template <int KIND, int R>
+    static void panel(const uint8_t *data, const States &states, const Group *groups, int64_t, int64_t local, float (*outputs)[PANEL]) {
+        constexpr Layout layout = layout_of(KIND);
+        const int64_t num_groups = states.groups();
+        __m256 total[2][R];
+        for (int r = 0; r < R; r++) total[0][r] = total[1][r] = _mm256_setzero_ps();
+        for (int64_t number = 0; number < num_groups; number++) {
+            const uint8_t *block = data + number * layout.chunk(), *codes = block + PANEL * layout.header;
+            for (int i = 0; i < layout.codes(); i += 64) _mm_prefetch((const char *)codes + i + 2048, _MM_HINT_T0);
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                const __m256 scale = halves(block + 16 * half);
+#pragma GCC unroll 2
+                for (int part = 0; part < 2; part++) {
+                    __m256i w[8];
+#pragma GCC unroll 8
+                    for (int i = 0; i < 8; i++) w[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(codes + 256 * part + 32 * i + 16 * half)));
+                    for (int r = 0; r < R; r++) {
+                        const Group &x = groups[(local + r) * num_groups + number];
+                        __m256 sum = _mm256_mul_ps(dot(w, x.words[0] + 16 * part), _mm256_set1_ps(32768));
+                        if (x.second) sum = _mm256_add_ps(sum, dot(w, x.words[1] + 16 * part));
+                        sum = _mm256_mul_ps(sum, _mm256_set1_ps(x.unit));
+                        total[half][r] = _mm256_fmadd_ps(sum, scale, total[half][r]);
+                    }
+                }
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int half = 0; half < 2; half++) _mm256_storeu_ps(outputs[r] + 8 * half, total[half][r]);
+    }
+};
+
+// ---- AVX2: weights of bfloat16 times states as float32
+
+struct Floats {
+    struct Group {
+        float x[GROUP];
+    };
+    static constexpr bool takes(int64_t kind) { return kind == BF16; }
+    static bool prepares(const std::vector<Matrix> &) { return true; }
+
+    static void prepare(const States &states, int64_t row, int64_t number, Group &group) {
+        for (int i = 0; i < GROUP; i++) group.x[i] = from_bfloat16(states.halves(row)[number * GROUP + i]);
+    }
+
+    template <int R>
+    static void some(const uint8_t *data, int64_t num_groups, const Group *groups, float (*outputs)[PANEL]) {
+        __m256 total[R][2];
+        for (int r = 0; r < R; r++) total[r][0] = total[r][1] = _mm256_setzero_ps();
+        const __m256i mask = _mm256_set1_epi32(int32_t(0xffff0000));
+        for (int64_t number = 0; number < num_groups; number++)
+            for (int k = 0; k < GROUP; k += 2, data += 64) {
+                _mm_prefetch((const char *)data + 2048, _MM_HINT_T0);
+                __m256 w[2][2];
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++) {
+                    const __m256i both = _mm256_loadu_si256((const __m256i *)(data + 32 * half));
+                    w[half][0] = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+                    w[half][1] = _mm256_castsi256_ps(_mm256_and_si256(both, mask));
+                }
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+                    for (int i = 0; i < 2; i++) {
+                        const __m256 x = _mm256_broadcast_ss(&groups[r * num_groups + number].x[k + i]);
+                        total[r][0] = _mm256_fmadd_ps(w[0][i], x, total[r][0]);
+                        total[r][1] = _mm256_fmadd_ps(w[1][i], x, total[r][1]);
+                    }
+            }
+        for (int r = 0; r < R; r++)
+            for (int half = 0; half < 2; half++) _mm256_storeu_ps(outputs[r] + 8 * half, total[r][half]);
+    }
+
+    template <int KIND, int R>
+    static void panel(const uint8_t *data, const States &states, const Group *groups, int64_t, int64_t local, float (*outputs)[PANEL]) {
+        // As many sums as there are registers.
+        some<std::min(R, 4)>(data, states.groups(), groups + local * states.groups(), outputs);
+        if constexpr (R > 4) some<R - 4>(data, states.groups(), groups + (local + 4) * states.groups(), outputs + 4);
+    }
+};
+
+#endif
+
+// ---- the passes
+
+template <class Kernel, int KIND>
+using Panel = void (*)(const uint8_t *, const States &, const typename Kernel::Group *, int64_t, int64_t, float (*)[PANEL]);
+
+// Multiplies some states with a panel, up to eight in a pass.
+template <class Kernel, int KIND>
+void passes(const Matrix &matrix, int64_t number, const States &states, const typename Kernel::Group *groups,
+            int64_t begin, int64_t end, const Output &output) {
+    static const Panel<Kernel, KIND> of[] = {
+        nullptr, Kernel::template panel<KIND, 1>, Kernel::template panel<KIND, 2>, Kernel::template panel<KIND, 3>,
+        Kernel::template panel<KIND, 4>, Kernel::template panel<KIND, 5>, Kernel::template panel<KIND, 6>,
+        Kernel::template panel<KIND, 7>, Kernel::template panel<KIND, 8>};
+    constexpr Layout layout = layout_of(KIND);
+    const uint8_t *data = matrix.data + number * (states.features / layout.weights) * layout.chunk();
+    for (int64_t row = begin; row < end; row += MOST) {
+        alignas(64) float outputs[MOST][PANEL];
+        const int count = int(std::min<int64_t>(end - row, MOST));
+        of[count](data, states, groups, row, row - begin, outputs);
+        for (int r = 0; r < count; r++)
+            output.store(outputs[r], row + r, matrix.first + number * PANEL, std::min<int64_t>(matrix.size - number * PANEL, PANEL));
+    }
+}
+
+template <class Kernel>
+void run(const Matrix &matrix, int64_t number, const States &states, const typename Kernel::Group *groups, int64_t begin,
+         int64_t end, const Output &output) {
+#define CASE(KIND) \
+    case KIND: \
+        if constexpr (Kernel::takes(KIND)) passes<Kernel, KIND>(matrix, number, states, groups, begin, end, output); \
+        break;
+    switch (matrix.kind) { CASE(Q4_0) CASE(Q4_1) CASE(Q5_0) CASE(Q5_1) CASE(Q8_0) CASE(Q4_K) CASE(Q5_K) CASE(Q6_K) CASE(BF16) }
+#undef CASE
+}
+
+// Multiplies the states with those matrices that the kernel takes.
+template <class Kernel>
+void multiply(const std::vector<Matrix> &all, const States &states, const Output &output) {
+    std::vector<Matrix> matrices;
+    std::vector<int64_t> before{0};  // panels of the matrices before each one
+    for (const Matrix &matrix : all)
+        if (Kernel::takes(matrix.kind)) {
+            matrices.push_back(matrix);
+            before.push_back(before.back() + (matrix.size + PANEL - 1) / PANEL);
+        }
+    if (matrices.empty() || states.rows == 0) return;
+    const bool prepares = Kernel::prepares(matrices);
+    const int64_t num_panels = before.back(), num_groups = std::min(states.rows, CHUNK) * states.groups();
+    static thread_local std::vector<typename Kernel::Group> kept;
+    if (int64_t(kept.size()) < num_groups) kept.resize(num_groups);
+    typename Kernel::Group *groups = kept.data();
+#pragma omp parallel if (num_panels * PANEL * states.features * std::min(states.rows, CHUNK) > ALONE)
+    for (int64_t begin = 0; begin < states.rows; begin += CHUNK) {
+        const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        const int64_t end = std::min(begin + CHUNK, states.rows), parts = (end - begin) * states.groups();
+        if (prepares) {
+#pragma omp barrier
+            for (int64_t i = parts * thread / threads; i < parts * (thread + 1) / threads; i++)
+                Kernel::prepare(states, begin + i / states.groups(), i % states.groups(), groups[i]);
+#pragma omp barrier
+        }
+        for (int64_t p = num_panels * thread / threads; p < num_panels * (thread + 1) / threads; p++) {
+                const size_t i = std::upper_bound(before.begin(), before.end(), p) - before.begin() - 1;
+                const Matrix &matrix = matrices[i];
+                run<Kernel>(matrix, p - before[i], states, groups, begin, end, output);
+        }
+    }
+}
+
+template <int KIND>
+void row(const uint8_t *data, int64_t id, int64_t features, const Output &output, int64_t place) {
+    constexpr Layout layout = layout_of(KIND);
+    const int column = int(id % PANEL);
+    for (int64_t k = 0; k < features; k += GROUP) {
+        const uint8_t *block = data + (id / PANEL * (features / layout.weights) + k / layout.weights) * layout.chunk();
+        const int group = int(k % layout.weights / GROUP);
+        alignas(64) float tile[GROUP][PANEL];
+        float values[GROUP];
+        unpack<KIND>(block + PANEL * layout.header + group * layout.codes(), tile);
+        for (int half = 0; half < 2; half++) {
+            Scales scales;
+            read_scales<KIND>(block, group, half, scales);
+            // A product, then a sum, as gguf has it: no fused operation.
+            for (int i = 16 * half; i < 16 * half + 16; i++)
+                values[i] = scales.scale[column] * tile[i][column] + scales.offset[column];
+        }
+        output.store(values, place, k, GROUP);
+    }
+}
+
+bool known(int64_t type) { return type == FLOAT32 || type == BFLOAT16; }
+
+}  // namespace
+
+int outrider_block_linear(const void *states, int64_t states_type, int64_t rows, int64_t stride, int64_t features,
+                          int64_t count, const void *const *blocks, const int64_t *kinds, const int64_t *sizes,
+                          const void *bias, int64_t bias_type, void *out, int64_t out_type) {
+    if (!known(states_type) || !known(out_type) || (bias != nullptr && !known(bias_type))) return 1;
+    std::vector<Matrix> matrices;
+    int64_t width = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const Layout layout = layout_of(int(kinds[i]));
+        if (layout.weights == 0 || features % layout.weights != 0) return 1;
+        matrices.push_back({static_cast<const uint8_t *>(blocks[i]), kinds[i], sizes[i], width});
+        width += sizes[i];
+    }
+    const States given{states, states_type, rows, stride, features};
+    const Output output{out, bias, out_type, bias_type, width};
+#if defined(WITH_AVX512_BF16)
+    if (states_type == BFLOAT16) return multiply<Products>(matrices, given, output), 0;
+#elif defined(WITH_AVX2)
+    if (states_type == BFLOAT16) {
+        multiply<Digits>(matrices, given, output);
+        multiply<Words>(matrices, given, output);
+        multiply<Floats>(matrices, given, output);
+        return 0;
+    }
+#endif
+    multiply<Plain>(matrices, given, output);
+    return 0;
+}
+
+int outrider_block_rows(const int64_t *ids, int64_t count, const void *blocks, int64_t kind, int64_t size,
+                        int64_t features, void *out, int64_t out_type) {
+    if (!known(out_type) || layout_of(int(kind)).weights == 0) return 1;
+    const Output output{out, nullptr, out_type, FLOAT32, features};
+    const uint8_t *data = static_cast<const uint8_t *>(blocks);
+    if (std::any_of(ids, ids + count, [&](int64_t id) { return id < 0 || id >= size; })) return 2;
+#pragma omp parallel for if (count * features > ALONE)
+    for (int64_t i = 0; i < count; i++) {
+        switch (kind) {
+            case Q4_0: row<Q4_0>(data, ids[i], features, output, i); break;
+            case Q4_1: row<Q4_1>(data, ids[i], features, output, i); break;
+            case Q5_0: row<Q5_0>(data, ids[i], features, output, i); break;
+            case Q5_1: row<Q5_1>(data, ids[i], features, output, i); break;
+            case Q8_0: row<Q8_0>(data, ids[i], features, output, i); break;
+            case Q4_K: row<Q4_K>(data, ids[i], features, output, i); break;
+            case Q5_K: row<Q5_K>(data, ids[i], features, output, i); break;
+            case Q6_K: row<Q6_K>(data, ids[i], features, output, i); break;
+            case BF16: row<BF16>(data, ids[i], features, output, i); break;
+        }
+    }
+    return 0;
+}
