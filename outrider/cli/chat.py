@@ -17,6 +17,7 @@ from outrider.cli.options import kind_of
 from outrider.cli.printed import note_room
 from outrider.cli.remote import RemoteOptions
 from outrider.cli.request import RequestOptions
+from outrider.cli.streamed import streamed
 from outrider.cli.supported import ENGINE
 from outrider.core.inputs import InputError, unknown
 from outrider.engine.output import Output, succeeded
@@ -130,13 +131,13 @@ def answer(backend: Backend, messages: list[dict[str, str]], request: RequestOpt
     backend.add(messages, request, id=id)
     output: Output | None = None
     try:
-        while output is None:
-            for update in backend.step():
-                print(succeeded(update).text, end="", flush=True)
-                output = update.output
+        with streamed() as text:
+            while output is None:
+                for update in backend.step():
+                    text.print(succeeded(update).text)
+                    output = update.output
     except KeyboardInterrupt:
         output = backend.cancel(id)
-    print()
     if output is None:
         return ""
     if output.num_steps:

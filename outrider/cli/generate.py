@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 
 from outrider.cli.backend import Backend, opened_backend, support_of
 from outrider.cli.failure import INTERRUPTED, WRONG_INPUT, complain
@@ -30,6 +29,7 @@ from outrider.cli.printed import (
 from outrider.cli.prompts import PromptEntry, entries
 from outrider.cli.remote import RemoteOptions
 from outrider.cli.request import RequestOptions
+from outrider.cli.streamed import streamed
 from outrider.core import progress
 from outrider.core.destination import locked_file
 from outrider.core.inputs import InputError
@@ -225,24 +225,20 @@ def _stream(backend: Backend, request: RequestOptions, entry: PromptEntry, resul
     backend.add(entry.prompt, request, id="0", logprobs=results.task.logprobs)
     output: Output | None = None
     try:
-        updates = _first(backend, results)
-        if isinstance(entry.prompt, str):
-            Console(highlight=False, soft_wrap=True).print(entry.prompt, style="dim", end="", markup=False)
-        while output is None:
-            for update in updates:
-                print(succeeded(update).text, end="", flush=True)
-                output = update.output
-            updates = [] if output is not None else backend.step(results.keep)
+        with streamed() as text:
+            updates = _first(backend, results)
+            if isinstance(entry.prompt, str):
+                text.print(entry.prompt, style="dim")
+            while output is None:
+                for update in updates:
+                    text.print(succeeded(update).text)
+                    output = update.output
+                updates = [] if output is not None else backend.step(results.keep)
     except KeyboardInterrupt:
         output = backend.cancel("0")
         count = 0 if output is None else len(output.tokens)
-        print(f"\ninterrupted after {count} tokens", file=sys.stderr)
+        print(f"interrupted after {count} tokens", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-    except Exception:
-        # What is said of it begins a line of its own.
-        print(flush=True)
-        raise
-    print()
     results.outputs.append(output)
 
 

@@ -83,7 +83,5 @@ def _one_line(
 ) -> str:
     """A warning as standard error shows it. Warnings for the user are a line without a place in the code."""
     if issubclass(category, CrowdedWarning | UntestedWarning):
-        # On a terminal, text of an output may stand before it.
-        start = "\n" if sys.stderr.isatty() else ""
-        return f"{start}warning: {message}\n"
+        return f"warning: {message}\n"
     return USUAL(message, category, filename, lineno, line)
