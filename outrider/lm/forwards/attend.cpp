@@ -37,7 +37,7 @@ constexpr int HALVES = 2;  // bfloat16 numbers of a unit
 #else
 constexpr int HALVES = 1;
 #endif
-constexpr int PANEL = LANES * VECTORS, TILE = 6, PART = 64, BLOCK = 256, COLUMNS = 16;
+constexpr int PANEL = LANES * VECTORS, TILE = 6, PART = 32 * HALVES, BLOCK = 256, COLUMNS = 16;
 static_assert(PART % PANEL == 0 && BLOCK % PART == 0);
 constexpr float LOG2E = 1.44269504088896340736f;
 constexpr int64_t SMALL = 1 << 17;  // products of a call that one thread computes sooner than two
@@ -78,12 +78,11 @@ inline float wide(float x) { return x; }
 inline void put(float *to, float x) { *to = x; }
 inline void put(Half *to, float x) { *to = narrow(x); }
 
-// How numbers of a type are multiplied: PER of them are a unit.
+// How numbers of a type are multiplied: PER of them are a unit, and WORD of them lie in 32 bits.
 template <class T> struct Kind;
 
 template <> struct Kind<float> {
-    static constexpr int PER = 1;
-    static Lanes units(const float *from) { return *(const Lanes *)from; }
+    static constexpr int PER = 1, WORD = 1;
     static void interleave(const float *from, int64_t, bool, int count, float *to) { memcpy(to, from, 4 * count); }
     static Lanes mac(Lanes sum, float a, Lanes b) { return fma(splat(a), b, sum); }
 };
@@ -93,8 +92,7 @@ inline Lanes dot(Lanes sum, float a, Lanes b) {
     return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512)splat(a), (__m512bh)(__m512)b);
 }
 template <> struct Kind<Half> {
-    static constexpr int PER = 2;
-    static Lanes units(const Half *from) { return *(const Lanes *)from; }
+    static constexpr int PER = 2, WORD = 2;
     static void interleave(const Half *from, int64_t step, bool pair, int count, float *to) {
         static const Half zeros[LANES] = {};
         for (int i = 0; i < count; i += LANES) {
@@ -108,12 +106,10 @@ template <> struct Kind<Half> {
 };
 #else
 template <> struct Kind<Half> {
-    static constexpr int PER = 1;
-    static Lanes units(const Half *from) {
-        return (Lanes)(__builtin_convertvector(*(const HalfLanes *)from, Ints) << 16);
-    }
+    static constexpr int PER = 1, WORD = 2;
     static void interleave(const Half *from, int64_t, bool, int count, float *to) {
-        for (int i = 0; i < count; i += LANES) *(Lanes *)(to + i) = units(from + i);
+        for (int i = 0; i < count; i += LANES)
+            *(Ints *)(to + i) = __builtin_convertvector(*(const HalfLanes *)(from + i), Ints) << 16;
     }
     static Lanes mac(Lanes sum, float a, Lanes b) { return fma(splat(a), b, sum); }
 };
@@ -268,7 +264,7 @@ struct Worker {
     float *query, *scores, *weights, *packed, *bias, *partial;
     T *tail;
 
-    static int64_t units_of(const Call &c) { return round_up(c.dim, LANES * K::PER) / K::PER; }
+    static int64_t units_of(const Call &c) { return round_up(c.dim, LANES * K::WORD) / K::PER; }
     static int64_t most_of(const Call &c) { return c.groups() * (c.width < COLUMNS ? c.width : COLUMNS); }
 
     explicit Worker(const Call &call)
@@ -346,7 +342,7 @@ struct Worker {
 
     // `n` keys as lanes of panels: packed[key / PANEL][unit][key % PANEL].
     void pack_keys(const T *keys, int64_t n, int64_t ahead) {
-        const int64_t whole = c.dim / (LANES * K::PER) * (LANES * K::PER);
+        constexpr int STEP = LANES * K::WORD;
         for (int64_t k = 0; k < n; k += LANES) {
             float *to = packed + k / PANEL * key_units * PANEL + k % PANEL;
             const T *rows[LANES];
@@ -354,22 +350,28 @@ struct Worker {
                 rows[i] = keys + (k + i < n ? k + i : n - 1) * c.key_step;
                 if (k + i < ahead) fetch(rows[i] + PART * c.key_step, c.dim * sizeof(T));
             }
-            for (int64_t d = 0; d < c.dim; d += LANES * K::PER) {
+            for (int64_t d = 0; d < c.dim; d += STEP) {
                 Lanes v[LANES];
-                if (d < whole) {
+                if (d + STEP <= c.dim) {
 #pragma GCC unroll 16
-                    for (int i = 0; i < LANES; i++) v[i] = K::units(rows[i] + d);
+                    for (int i = 0; i < LANES; i++) v[i] = *(const Lanes *)(rows[i] + d);
                 } else {
-                    T padded[LANES * K::PER];
                     for (int i = 0; i < LANES; i++) {
-                        memset(padded, 0, sizeof padded);
-                        memcpy(padded, rows[i] + d, (c.dim - d) * sizeof(T));
-                        v[i] = K::units(padded);
+                        v[i] = Lanes{};
+                        memcpy(&v[i], rows[i] + d, (c.dim - d) * sizeof(T));
                     }
                 }
                 transpose(v);
+                float *unit = to + d / K::PER * PANEL;
 #pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++) *(Lanes *)(to + (d / K::PER + i) * PANEL) = v[i];
+                for (int i = 0; i < LANES; i++) {
+                    if (K::WORD == K::PER) {
+                        *(Lanes *)(unit + i * PANEL) = v[i];
+                    } else {
+                        *(Ints *)(unit + 2 * i * PANEL) = (Ints)v[i] << 16;
+                        *(Ints *)(unit + (2 * i + 1) * PANEL) = (Ints)v[i] & ~0xffff;
+                    }
+                }
             }
         }
     }
