@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from outrider.core.ranks import rows_of_first
 from outrider.host.meanwhile import hand_over
-from outrider.lm.forwards.grouped import lean
+from outrider.lm.forwards.grouped import ALONE, LEAN, is_invariant, lean
 from outrider.lm.hf import alibi, flex
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.cache_keyword import cache_keyword
@@ -29,18 +29,19 @@ class EagerForward:
         anatomy = Anatomy.of(model)
         self._layers, self._flex = anatomy.layers, anatomy.flex
         self._text, self._sdpa = anatomy.text, anatomy.attention == "sdpa"
+        self._invariant = self._sdpa and is_invariant(model)
         self._spread, self._shared = is_spread(anatomy.layers), anatomy.num_processes > 1
 
     def __call__(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
         batch, columns, device = inputs.batch, inputs.columns, self.model.device
         some = None if len(columns) == batch.width else columns
-        is_lean = self._sdpa and (inputs.causal or device.type != "cpu")
+        is_lean = self._sdpa and (inputs.causal or self._invariant or device.type != "cpu")
         hand_over()
         with (
             tapped(self._layers, taps) as seen,
             alibi.bias_in_mask(self.model),
             flex.uncompiled() if self._flex else nullcontext(),
-            lean(self._text) if is_lean else nullcontext(),
+            lean(self._text, ALONE if self._invariant else LEAN) if is_lean else nullcontext(),
             copied_once(self._layers, device) if self._spread and self._layers is not None else nullcontext(),
         ):
             logits = self.model(

@@ -14,7 +14,7 @@ float16, for heads of up to 256 numbers.
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,9 +27,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from outrider.lm.forwards.attend import attend, attends
 from outrider.lm.slots.layout import Layout
+from outrider.lm.weights.linear import BlockEmbedding, BlockLinear
 
-NAME, LEAN = "outrider_grouped", "outrider_lean"
+NAME, LEAN, ALONE = "outrider_grouped", "outrider_lean", "outrider_attend"
 FLASH_DIM = 256
 """Largest head that the kernels without masks take on GPUs."""
 
@@ -41,11 +43,24 @@ def grouped_attention(
 
     Where nodes are `laid_out`, queries and results are those of the nodes, one after another.
     """
+    return _of_nodes(_grouped, module, query, key, value, attention_mask, **named)
+
+
+def invariant_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
+) -> tuple[Tensor, None]:
+    """The same by `attend`: the bits of a node's result do not depend on what else is computed."""
+    return _of_nodes(_invariant, module, query, key, value, attention_mask, **named)
+
+
+def _of_nodes(
+    read: Callable[..., Tensor], module: nn.Module, query: Tensor, *others: Tensor | None, **named: Any
+) -> tuple[Tensor, None]:
+    """What queries read; those of nodes, one after another, where they are `laid_out`."""
     layout = getattr(_NODES, "layout", None)
-    if layout is not None:
-        query = layout.rows(query)
-    result = _grouped(module, query, key, value, attention_mask, **named)
-    return result if layout is None else layout.back(result), None
+    if layout is None:
+        return read(module, query, *others, **named), None
+    return layout.back(read(module, layout.rows(query), *others, **named)), None
 
 
 _NODES = threading.local()
@@ -59,6 +74,14 @@ def laid_out(layout: Layout) -> Iterator[None]:
         yield
     finally:
         _NODES.layout = None
+
+
+def _invariant(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
+) -> Float[Tensor, "rows width heads dim"]:
+    if named.get("dropout") or named.get("position_bias") is not None:
+        return _grouped(module, query, key, value, attention_mask, **named)
+    return attend(query, key, value, attention_mask, named.get("scaling"))
 
 
 def _grouped(
@@ -171,13 +194,24 @@ def reads_chains(device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple
 AttentionInterface.register(NAME, grouped_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 AttentionInterface.register(LEAN, lean_attention)
+AttentionInterface.register(ALONE, invariant_attention)
+
+
+def is_invariant(model: PreTrainedModel) -> bool:
+    """Whether the bits of a token's results do not depend on what else a model's forwards compute: where its weights
+    are packed, so that its products promise the same.
+    """
+    packed = any(isinstance(part, BlockLinear | BlockEmbedding) for part in model.modules())
+    return packed and attends(model.device, model.dtype)
 
 
 def group(model: PreTrainedModel) -> None:
-    """Let a model attend by `grouped_attention`, if it attends by `sdpa` and looks its function up."""
+    """Let a model attend by `grouped_attention` or `invariant_attention`, if it attends by `sdpa` and looks its
+    function up.
+    """
     text = model.config.get_text_config(decoder=True)
     if text._attn_implementation == "sdpa" and model._supports_attention_backend:
-        text._attn_implementation = NAME
+        text._attn_implementation = ALONE if is_invariant(model) else NAME
 
 
 _LOCK = threading.Lock()
@@ -185,15 +219,16 @@ _INSIDE: Counter[int] = Counter()
 
 
 @contextmanager
-def lean(text: PreTrainedConfig) -> Iterator[None]:
+def lean(text: PreTrainedConfig, name: str = LEAN) -> Iterator[None]:
     """A model that attends by `sdpa` attends by `lean_attention` as long as any thread is in the body.
 
     Args:
         text: The config of the part of the model that generates text.
+        name: What it attends by instead: LEAN, or ALONE for `invariant_attention`.
     """
     with _LOCK:
         _INSIDE[id(text)] += 1
-        text._attn_implementation = LEAN
+        text._attn_implementation = name
     try:
         yield
     finally:
