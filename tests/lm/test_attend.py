@@ -120,6 +120,32 @@ def test_a_query_reads_the_same_bits_alone_and_among_others_in_longer_views_and_
     assert differing == 0
 
 
+@pytest.mark.parametrize("before", [0, 3, 250, 505])
+@pytest.mark.parametrize("kind", ["bool", "added", "window"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_node_of_a_tree_reads_the_same_bits_as_in_a_chain(dtype, kind, before):
+    parents = [-1, -1, 0, 0, 1, 2, 4, 3, 6, 5, 8, 10, 11, 12, 13, 7]
+    view = before + len(parents) + 3
+    queries, keys, values, _ = inputs((1, 2, 3, len(parents), view, 64, 64), "none", dtype)
+    mask = torch.zeros(1, 1, len(parents), view, dtype=torch.bool)
+    mask[..., max(0, before - 7) if kind == "window" else 0 : before] = True
+    paths = list[list[int]]()
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+        mask[0, 0, node, [before + each for each in paths[node]]] = True
+    hidden = torch.finfo(dtype).min
+    tree = attend(queries, keys, values, torch.where(mask, 0.0, hidden).to(dtype) if kind == "added" else mask)
+    for node, path in enumerate(paths):
+        chosen = [*range(before), *(before + each for each in path)]
+        chain = attend(
+            queries[:, :, node : node + 1],
+            keys[:, :, chosen],
+            values[:, :, chosen],
+            mask[:, :, node : node + 1, chosen],
+        )
+        assert torch.equal(chain[0, 0], tree[0, node])
+
+
 def test_a_query_that_sees_nothing_reads_zeros_and_changes_no_other():
     queries, keys, values, mask = inputs((2, 2, 3, 4, 600, 64, 64), "bool", torch.float32)
     before = attend(queries, keys, values, mask)

@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <vector>
 
 #include <omp.h>
 #if defined(__SSE__)
@@ -40,6 +41,7 @@ constexpr int HALVES = 1;
 constexpr int PANEL = LANES * VECTORS, TILE = 6, PART = 32 * HALVES, BLOCK = 256, COLUMNS = 16;
 static_assert(PART % PANEL == 0 && BLOCK % PART == 0);
 constexpr float LOG2E = 1.44269504088896340736f;
+constexpr float HIDDEN = -1e30f;  // a mask adds less where a key is not seen
 constexpr int64_t SMALL = 1 << 17;  // products of a call that one thread computes sooner than two
 
 typedef float Lanes __attribute__((vector_size(4 * LANES), may_alias, aligned(4)));
@@ -83,7 +85,7 @@ template <class T> struct Kind;
 
 template <> struct Kind<float> {
     static constexpr int PER = 1, WORD = 1;
-    static void interleave(const float *from, int64_t, bool, int count, float *to) { memcpy(to, from, 4 * count); }
+    static void interleave(const float *first, const float *, int64_t count, float *to) { memcpy(to, first, 4 * count); }
     static Lanes mac(Lanes sum, float a, Lanes b) { return fma(splat(a), b, sum); }
 };
 
@@ -93,12 +95,10 @@ inline Lanes dot(Lanes sum, float a, Lanes b) {
 }
 template <> struct Kind<Half> {
     static constexpr int PER = 2, WORD = 2;
-    static void interleave(const Half *from, int64_t step, bool pair, int count, float *to) {
-        static const Half zeros[LANES] = {};
-        for (int i = 0; i < count; i += LANES) {
-            const Half *first = from + i, *second = pair ? from + step + i : zeros;
-            const Ints low = __builtin_convertvector(*(const HalfLanes *)first, Ints);
-            const Ints high = __builtin_convertvector(*(const HalfLanes *)second, Ints);
+    static void interleave(const Half *first, const Half *second, int64_t count, float *to) {
+        for (int64_t i = 0; i < count; i += LANES) {
+            const Ints low = __builtin_convertvector(*(const HalfLanes *)(first + i), Ints);
+            const Ints high = second ? __builtin_convertvector(*(const HalfLanes *)(second + i), Ints) : Ints{};
             *(Ints *)(to + i) = low | (high << 16);
         }
     }
@@ -107,9 +107,9 @@ template <> struct Kind<Half> {
 #else
 template <> struct Kind<Half> {
     static constexpr int PER = 1, WORD = 2;
-    static void interleave(const Half *from, int64_t, bool, int count, float *to) {
-        for (int i = 0; i < count; i += LANES)
-            *(Ints *)(to + i) = __builtin_convertvector(*(const HalfLanes *)(from + i), Ints) << 16;
+    static void interleave(const Half *first, const Half *, int64_t count, float *to) {
+        for (int64_t i = 0; i < count; i += LANES)
+            *(Ints *)(to + i) = __builtin_convertvector(*(const HalfLanes *)(first + i), Ints) << 16;
     }
     static Lanes mac(Lanes sum, float a, Lanes b) { return fma(splat(a), b, sum); }
 };
@@ -224,29 +224,82 @@ struct Call {
     float scale;
 
     int64_t groups() const { return heads / shared; }
-    int64_t blocks() const { return (view + BLOCK - 1) / BLOCK; }
-    int64_t padded_values() const { return (value_dim + LANES - 1) / LANES * LANES; }
 };
 
-// The queries of one row and key head, in some columns: query `r` is that of column `r / groups` and head `r % groups`.
+// The queries of one row and key head, in some columns: query `r` is that of column `first + r / groups` and head
+// `head * groups + r % groups`.
 struct Queries {
-    int64_t row, head, first;
-    int count;
+    int64_t row, head, first, count;
 };
 
-// The state of `count` queries: their largest scores, sums of weights and weighted sums of values.
-inline int64_t state_size(const Call &c, int64_t count) { return (count + LANES - 1) / LANES * LANES * 2 + count * c.padded_values(); }
-inline int64_t sums_at(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
+// The keys that a column sees, in their order. They have consecutive positions in its text. Up to `hole` a key's
+// position is its place in the view; the key at position `hole + i` is at `behind[i]`. So a node of a tree reads its
+// ancestors as it would in a chain.
+struct Line {
+    int64_t hole;
+    std::vector<int64_t> behind;
 
+    int64_t end(int64_t view) const { return behind.empty() ? view : hole + int64_t(behind.size()); }
+    int64_t place(int64_t position) const { return position < hole ? position : behind[position - hole]; }
+};
+
+// What the mask adds to a score.
+inline float added(const Call &c, int64_t at) {
+    if (c.mask_kind == 1) return ((const uint8_t *)c.mask)[at] ? 0.0f : -INFINITY;
+    const float x = c.mask_kind == 2 ? ((const float *)c.mask)[at] : wide(((const Half *)c.mask)[at]);
+    return x < HIDDEN ? -INFINITY : x * LOG2E;
+}
+
+// By the part of a mask that begins at `at`.
+Line line_at(const Call &c, int64_t at) {
+    Line line{c.view, {}};
+    const auto next = [&](int64_t from, bool seen) {
+        if (c.mask_kind == 1 && c.mask_step == 1 && from < c.view) {
+            const uint8_t *mask = (const uint8_t *)c.mask + at;
+            const void *found = memchr(mask + from, seen, c.view - from);
+            return found ? (const uint8_t *)found - mask : c.view;
+        }
+        while (from < c.view && (added(c, at + from * c.mask_step) != -INFINITY) != seen) from++;
+        return from;
+    };
+    const int64_t hole = next(next(0, true), false);
+    for (int64_t k = next(hole, true); k < c.view; k = next(k + 1, true)) line.behind.push_back(k);
+    if (!line.behind.empty()) line.hole = hole;
+    return line;
+}
+
+// By all heads; where they see other keys, each key's position counts as its place.
+Line line_of(const Call &c, int64_t row, int64_t column) {
+    if (!c.mask_kind) return {c.view, {}};
+    const int64_t at = row * c.mask_row + column * c.mask_column;
+    Line line = line_at(c, at);
+    for (int64_t h = 1; c.mask_head && h < c.heads; h++) {
+        const Line other = line_at(c, at + h * c.mask_head);
+        if (other.hole != line.hole || other.behind != line.behind) return {c.view, {}};
+    }
+    return line;
+}
+
+inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+// The largest scores of some queries, the sums of their weights and the weighted sums of their values.
+struct State {
+    float *largest, *sums, *outputs;
+
+    State(float *at, int64_t count) : largest(at), sums(at + round_up(count, LANES)), outputs(sums + round_up(count, LANES)) {}
+    static int64_t size(int64_t count, int64_t width) { return round_up(2 * round_up(count, LANES) + count * width, LANES); }
+};
+
+// Memory that a thread keeps between calls.
 struct Memory {
     float *data = nullptr;
     int64_t size = 0;
     float *of(int64_t wanted) {
         if (wanted > size) {
             free(data);
-            size = wanted + wanted / 2;
-            data = (float *)aligned_alloc(64, (4 * size + 63) / 64 * 64);
-            if (!data) size = 0, throw std::bad_alloc();
+            size = round_up(wanted + wanted / 2, 16);
+            data = (float *)aligned_alloc(64, 4 * size);
+            if (!data) throw std::bad_alloc();
         }
         return data;
     }
@@ -254,101 +307,91 @@ struct Memory {
 };
 thread_local Memory scratch, kept;
 
-inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
-
 template <class T>
 struct Worker {
     using K = Kind<T>;
     const Call &c;
-    const int64_t key_units, value_width, most;
+    const std::vector<Line> &lines;
+    const int64_t groups, key_units, value_width;
     float *query, *scores, *weights, *packed, *bias, *partial;
-    T *tail;
+    T *filled;
 
-    static int64_t units_of(const Call &c) { return round_up(c.dim, LANES * K::WORD) / K::PER; }
     static int64_t most_of(const Call &c) { return c.groups() * (c.width < COLUMNS ? c.width : COLUMNS); }
 
-    explicit Worker(const Call &call)
-        : c(call), key_units(units_of(call)), value_width(call.padded_values()), most(most_of(call)) {
-        const int64_t packed_size = PART * (key_units > value_width ? key_units : value_width);
-        const int64_t longest = round_up(c.dim > c.value_dim ? c.dim : c.value_dim, 64);
-        const int64_t sizes[] = {most * key_units, most * BLOCK, most * BLOCK, packed_size, most * BLOCK,
-                                 state_size(c, most), 2 * LANES * longest};
-        float **parts[] = {&query, &scores, &weights, &packed, &bias, &partial, (float **)&tail};
+    Worker(const Call &call, const std::vector<Line> &lines)
+        : c(call), lines(lines), groups(call.groups()), key_units(round_up(c.dim, LANES * K::WORD) / K::PER),
+          value_width(round_up(c.value_dim, LANES)) {
+        const int64_t most = most_of(c), longest = key_units > value_width ? key_units : value_width;
+        const int64_t sizes[] = {most * key_units, most * BLOCK, most * BLOCK, PART * longest, most * BLOCK,
+                                 State::size(most, value_width), 2 * LANES};
+        float **const parts[] = {&query, &scores, &weights, &packed, &bias, &partial, (float **)&filled};
         int64_t total = 0;
         for (int64_t size : sizes) total += round_up(size, 16);
         float *at = scratch.of(total);
         for (int i = 0; i < 7; i++) *parts[i] = at, at += round_up(sizes[i], 16);
     }
 
-    int64_t count(const Queries &q) const { return q.count * c.groups(); }
+    int64_t count(const Queries &q) const { return q.count * groups; }
+    const Line &line(const Queries &q, int64_t column) const { return lines[q.row * c.width + column]; }
 
     void read_queries(const Queries &q) {
-        const int64_t groups = c.groups();
         for (int64_t r = 0; r < count(q); r++) {
             const T *from = (const T *)c.queries + q.row * c.query_row + (q.head * groups + r % groups) * c.query_head +
                             (q.first + r / groups) * c.query_column;
             float *to = query + r * key_units;
-            if (K::PER == 1) {
+            memset(to, 0, 4 * key_units);
+            if (K::PER == 1)
                 for (int64_t d = 0; d < c.dim; d++) to[d] = wide(from[d]);
-                for (int64_t d = c.dim; d < key_units; d++) to[d] = 0;
-            } else {
+            else
                 memcpy(to, from, c.dim * sizeof(T));
-                memset((char *)to + c.dim * sizeof(T), 0, key_units * 4 - c.dim * sizeof(T));
-            }
         }
     }
 
-    // What is added to the scores of a block, minus infinity where a key is not seen. Returns whether any key is seen
-    // in each part of the block.
-    bool read_mask(const Queries &q, int64_t begin, int64_t end, bool *seen) {
-        const int64_t groups = c.groups(), per_head = c.mask_kind && c.mask_head, lines = per_head ? count(q) : q.count;
+    // What is added to the scores of positions, minus infinity where a key is not seen: one row of a block for each
+    // column, or for each query where heads differ. Says in which parts of the block any key is seen.
+    bool read_mask(const Queries &q, const Line *behind, int64_t begin, int64_t end, bool *seen) {
+        const bool by_head = c.mask_kind && c.mask_head;
+        bool any = false;
         for (int p = 0; p < BLOCK / PART; p++) seen[p] = false;
-        for (int64_t line = 0; line < lines; line++) {
-            float *to = bias + line * BLOCK;
-            const int64_t column = q.first + (per_head ? line / groups : line);
-            const int64_t head = per_head ? q.head * groups + line % groups : 0;
-            const int64_t at = q.row * c.mask_row + head * c.mask_head + column * c.mask_column + begin * c.mask_step;
-            for (int p = 0; p < BLOCK / PART; p++, to += PART) {
-                const int64_t left = end - begin - p * PART, n = left < 0 ? 0 : left < PART ? left : PART;
-                const int64_t from = at + p * PART * c.mask_step;
-                float most_seen = -INFINITY;
+        for (int64_t i = 0; i < (by_head ? count(q) : q.count); i++) {
+            const int64_t column = q.first + (by_head ? i / groups : i), head = by_head ? q.head * groups + i % groups : 0;
+            const int64_t at = q.row * c.mask_row + head * c.mask_head + column * c.mask_column;
+            for (int p = 0; p < BLOCK / PART; p++) {
+                const int64_t from = begin + p * PART, left = end - from, n = left < 0 ? 0 : left < PART ? left : PART;
+                float *to = bias + i * BLOCK + p * PART, most = -INFINITY;
                 if (c.mask_kind == 0) {
-                    const int64_t last = c.view - c.width + column - begin - p * PART;
-                    for (int64_t i = 0; i < n; i++) to[i] = i <= last ? 0.0f : -INFINITY;
-                } else if (c.mask_kind == 1) {
-                    const uint8_t *mask = (const uint8_t *)c.mask + from;
-                    if (c.mask_step == 1)
-                        for (int64_t i = 0; i < n; i++) to[i] = mask[i] ? 0.0f : -INFINITY;
-                    else
-                        for (int64_t i = 0; i < n; i++) to[i] = mask[i * c.mask_step] ? 0.0f : -INFINITY;
-                } else if (c.mask_kind == 2) {
-                    for (int64_t i = 0; i < n; i++) to[i] = ((const float *)c.mask)[from + i * c.mask_step] * LOG2E;
+                    const int64_t last = c.view - c.width + column - from;
+                    for (int64_t k = 0; k < n; k++) to[k] = k <= last ? 0.0f : -INFINITY;
+                } else if (c.mask_kind == 1 && c.mask_step == 1 && !behind) {
+                    const uint8_t *mask = (const uint8_t *)c.mask + at + from;
+                    for (int64_t k = 0; k < n; k++) to[k] = mask[k] ? 0.0f : -INFINITY;
                 } else {
-                    for (int64_t i = 0; i < n; i++) to[i] = wide(((const Half *)c.mask)[from + i * c.mask_step]) * LOG2E;
+                    for (int64_t k = 0; k < n; k++) to[k] = added(c, at + (behind ? behind->place(from + k) : from + k) * c.mask_step);
                 }
-                for (int64_t i = n; i < PART; i++) to[i] = -INFINITY;
-                for (int64_t i = 0; i < PART; i++) most_seen = to[i] > most_seen ? to[i] : most_seen;
-                seen[p] |= !(most_seen == -INFINITY);
+                for (int64_t k = n; k < PART; k++) to[k] = -INFINITY;
+                for (int64_t k = 0; k < PART; k++) most = to[k] > most ? to[k] : most;
+                seen[p] |= most > -INFINITY;
+                any |= seen[p];
             }
         }
-        bool any = false;
-        for (int p = 0; p < BLOCK / PART; p++) any |= seen[p];
         return any;
     }
 
-    static void fetch(const T *from, int64_t bytes) {
-        for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)from + b);
+    static void fetch(const T *from, int64_t count) {
+        for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
     }
 
-    // `n` keys as lanes of panels: packed[key / PANEL][unit][key % PANEL].
-    void pack_keys(const T *keys, int64_t n, int64_t ahead) {
+    // Keys from a position on as lanes of panels: packed[key / PANEL][unit][key % PANEL].
+    void pack_keys(const T *keys, const Line *behind, int64_t begin, int64_t end) {
         constexpr int STEP = LANES * K::WORD;
-        for (int64_t k = 0; k < n; k += LANES) {
+        const int64_t here = end - begin < PART ? end - begin : PART;
+        for (int64_t k = 0; k < here; k += LANES) {
             float *to = packed + k / PANEL * key_units * PANEL + k % PANEL;
             const T *rows[LANES];
             for (int i = 0; i < LANES; i++) {
-                rows[i] = keys + (k + i < n ? k + i : n - 1) * c.key_step;
-                if (k + i < ahead) fetch(rows[i] + PART * c.key_step, c.dim * sizeof(T));
+                const int64_t position = begin + (k + i < here ? k + i : here - 1);
+                rows[i] = keys + (behind ? behind->place(position) : position) * c.key_step;
+                if (!behind && position + PART < end) fetch(rows[i] + PART * c.key_step, c.dim);
             }
             for (int64_t d = 0; d < c.dim; d += STEP) {
                 Lanes v[LANES];
@@ -376,149 +419,145 @@ struct Worker {
         }
     }
 
-    // `n` values, lanes of panels along their numbers: whole panels, then single vectors.
-    void pack_values(const T *values, int64_t n, int64_t ahead) {
-        const int64_t units = (n + K::PER - 1) / K::PER, whole = c.value_dim / LANES * LANES;
+    // Values from a position on, whose numbers are lanes: whole panels, then single vectors. Returns their units.
+    int64_t pack_values(const T *values, const Line *behind, int64_t begin, int64_t end) {
+        const int64_t here = end - begin < PART ? end - begin : PART, units = (here + K::PER - 1) / K::PER;
+        const int64_t whole = c.value_dim / LANES * LANES;
         for (int64_t u = 0; u < units; u++) {
-            const T *from = values + u * K::PER * c.value_step;
-            const bool pair = u * K::PER + 1 < n;
-            for (int64_t i = u * K::PER; i < (u + 1) * K::PER && i < ahead; i++)
-                fetch(values + (i + PART) * c.value_step, c.value_dim * sizeof(T));
-            for (int64_t d = 0; d < value_width;) {
-                const int64_t lanes = panel_at(d);
+            const T *from[2] = {};
+            for (int64_t i = 0; i < K::PER && u * K::PER + i < here; i++) {
+                const int64_t position = begin + u * K::PER + i;
+                from[i] = values + (behind ? behind->place(position) : position) * c.value_step;
+                if (!behind && position + PART < end) fetch(from[i] + PART * c.value_step, c.value_dim);
+            }
+            for (int64_t d = 0; d < value_width; d += panel_at(d)) {
+                const int64_t lanes = panel_at(d), full = whole - d < lanes ? (whole > d ? whole - d : 0) : lanes;
                 float *to = packed + d * units + u * lanes;
-                const int64_t filled = whole - d < lanes ? whole - d : lanes;
-                if (filled > 0) K::interleave(from + d, c.value_step, pair, filled, to);
-                if (filled < lanes) {
-                    const int64_t begin = filled > 0 ? d + filled : d;
-                    memset(tail, 0, 2 * LANES * sizeof(T));
-                    memcpy(tail, from + begin, (c.value_dim - begin) * sizeof(T));
-                    if (pair) memcpy(tail + LANES, from + c.value_step + begin, (c.value_dim - begin) * sizeof(T));
-                    K::interleave(tail, LANES, pair, LANES, to + (begin - d));
-                }
-                d += lanes;
+                K::interleave(from[0] + d, from[1] ? from[1] + d : nullptr, full, to);
+                if (full == lanes) continue;
+                memset(filled, 0, 2 * LANES * sizeof(T));
+                for (int i = 0; i < 2; i++)
+                    if (from[i]) memcpy(filled + i * LANES, from[i] + whole, (c.value_dim - whole) * sizeof(T));
+                K::interleave(filled, filled + LANES, LANES, to + full);
             }
         }
+        return units;
     }
     int64_t panel_at(int64_t d) const { return value_width - d >= PANEL ? PANEL : LANES; }
 
-    // Scores become weights, in place; the largest score and the sum of the weights go to the state.
-    void weigh(const Queries &q, int64_t vectors, const bool *seen, float *largest, float *sums) {
-        const int64_t groups = c.groups(), per_head = c.mask_kind && c.mask_head;
+    // Scores of the block become weights.
+    void weigh(const Queries &q, int64_t first, int64_t vectors, const bool *seen, const State &state) {
+        const bool by_head = c.mask_kind && c.mask_head;
         const float scale = c.scale * LOG2E;
         for (int64_t r = 0; r < count(q); r++) {
-            float *score = scores + r * BLOCK;
-            const float *add = bias + (per_head ? r : r / groups) * BLOCK;
-            Lanes top = splat(-INFINITY);
+            float *score = scores + (first + r) * BLOCK;
+            Half *half = (Half *)weights + (first + r) * BLOCK;
+            const float *add = bias + (by_head ? r : r / groups) * BLOCK;
+            Lanes top = splat(-INFINITY), sum = {};
             for (int64_t v = 0; v < vectors; v++) {
                 if (!seen[v * LANES / PART]) continue;
                 const Lanes extra = *(const Lanes *)(add + v * LANES);
-                const Lanes s = fma(*(const Lanes *)(score + v * LANES), splat(scale), extra);
-                const Lanes visible = extra == -INFINITY ? extra : s;
-                *(Lanes *)(score + v * LANES) = visible;
-                top = visible > top ? visible : top;
+                Lanes s = fma(*(const Lanes *)(score + v * LANES), splat(scale), extra);
+                s = extra == -INFINITY ? extra : s;
+                *(Lanes *)(score + v * LANES) = s;
+                top = s > top ? s : top;
             }
-            float most_of_all = -INFINITY;
-            for (int l = 0; l < LANES; l++) most_of_all = top[l] > most_of_all ? top[l] : most_of_all;
-            largest[r] = most_of_all;
-            Lanes sum = {};
+            float largest = -INFINITY, total = 0;
+            for (int l = 0; l < LANES; l++) largest = top[l] > largest ? top[l] : largest;
             for (int64_t v = 0; v < vectors; v++) {
                 if (!seen[v * LANES / PART]) continue;
                 const Lanes s = *(const Lanes *)(score + v * LANES);
-                Lanes w = exp2(s - most_of_all);
+                Lanes w = exp2(s - largest);
                 w = s == -INFINITY ? Lanes{} : w;
                 if (K::PER == 2) {
                     Ints bits = (Ints)w;
                     bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+                    *(HalfLanes *)(half + v * LANES) = __builtin_convertvector(bits, HalfLanes);
                     // The sum is that of the weights that multiply the values.
-                    *(HalfLanes *)((Half *)weights + r * BLOCK + v * LANES) = __builtin_convertvector(bits, HalfLanes);
                     w = (Lanes)(bits << 16);
                 } else {
                     *(Lanes *)(score + v * LANES) = w;
                 }
                 sum += w;
             }
-            float total = 0;
             for (int l = 0; l < LANES; l++) total += sum[l];
-            sums[r] = total;
+            state.largest[first + r] = largest, state.sums[first + r] = total;
         }
     }
 
-    // The state of the queries after one block alone.
-    void block(const Queries &q, int64_t number, float *state) {
-        const int64_t begin = number * BLOCK, end = begin + BLOCK < c.view ? begin + BLOCK : c.view, n = count(q);
-        float *largest = state, *sums = state + sums_at(n), *outputs = sums + sums_at(n);
+    // What the queries read in one block alone. They are those from `first` on of the worker's and of the state's.
+    void read(const Queries &q, int64_t first, const Line *behind, int64_t number, const State &state) {
+        const int64_t n = count(q), begin = number * BLOCK, last = behind ? behind->end(c.view) : c.view;
+        const int64_t end = begin + BLOCK < last ? begin + BLOCK : last;
         bool seen[BLOCK / PART];
-        if (!read_mask(q, begin, end, seen)) {
-            for (int64_t r = 0; r < n; r++) largest[r] = -INFINITY;
+        if (!read_mask(q, behind, begin, end, seen)) {
+            for (int64_t r = first; r < first + n; r++) state.largest[r] = -INFINITY;
             return;
         }
-        const T *keys = (const T *)c.keys + q.row * c.key_row + q.head * c.key_head + begin * c.key_step;
-        const T *values = (const T *)c.values + q.row * c.value_row + q.head * c.value_head + begin * c.value_step;
-        const int64_t all = end - begin;
-        for (int64_t p = 0; p * PART < all; p++) {
-            if (!seen[p]) continue;
-            const int64_t first = p * PART, here = all - first < PART ? all - first : PART;
-            pack_keys(keys + first * c.key_step, here, all - first - PART);
-            for (int64_t k = 0; k < here; k += PANEL)
-                product<T, VECTORS>(scores + first + k, BLOCK, query, key_units, packed + k * key_units, key_units, n, true);
+        const T *keys = (const T *)c.keys + q.row * c.key_row + q.head * c.key_head;
+        const T *values = (const T *)c.values + q.row * c.value_row + q.head * c.value_head;
+        for (int64_t from = begin; from < end; from += PART) {
+            if (!seen[(from - begin) / PART]) continue;
+            pack_keys(keys, behind, from, end);
+            for (int64_t k = 0; k < PART && from + k < end; k += PANEL)
+                product<T, VECTORS>(scores + first * BLOCK + from - begin + k, BLOCK, query + first * key_units, key_units,
+                                    packed + k * key_units, key_units, n, true);
         }
-        weigh(q, (all + LANES - 1) / LANES, seen, largest, sums);
-        const float *a = K::PER == 2 ? weights : scores;
-        const int64_t a_step = BLOCK / K::PER;
+        weigh(q, first, (end - begin + LANES - 1) / LANES, seen, state);
+        const float *all_weights = (K::PER == 2 ? weights : scores) + first * BLOCK / K::PER;
         bool fresh = true;
-        for (int64_t p = 0; p * PART < all; p++) {
-            if (!seen[p]) continue;
-            const int64_t first = p * PART, here = all - first < PART ? all - first : PART;
-            const int64_t units = (here + K::PER - 1) / K::PER;
-            pack_values(values + first * c.value_step, here, all - first - PART);
-            for (int64_t d = 0; d < value_width;) {
-                const int64_t lanes = panel_at(d);
-                const float *b = packed + d * units, *from = a + first / K::PER;
-                if (lanes == PANEL)
-                    product<T, VECTORS>(outputs + d, value_width, from, a_step, b, units, n, fresh);
-                else
-                    product<T, 1>(outputs + d, value_width, from, a_step, b, units, n, fresh);
-                d += lanes;
+        for (int64_t from = begin; from < end; from += PART) {
+            if (!seen[(from - begin) / PART]) continue;
+            const int64_t units = pack_values(values, behind, from, end);
+            for (int64_t d = 0; d < value_width; d += panel_at(d)) {
+                const auto multiply = panel_at(d) == PANEL ? product<T, VECTORS> : product<T, 1>;
+                multiply(state.outputs + first * value_width + d, value_width, all_weights + (from - begin) / K::PER,
+                         BLOCK / K::PER, packed + d * units, units, n, fresh);
             }
             fresh = false;
         }
     }
 
-    // The state after another block.
-    void join(int64_t n, float *state, const float *other) {
-        float *sums = state + sums_at(n), *outputs = sums + sums_at(n);
-        const float *other_sums = other + sums_at(n), *other_outputs = other_sums + sums_at(n);
+    // The same, each column by itself where a tree scatters the keys that it sees.
+    void block(const Queries &q, int64_t number, const State &state) {
+        int64_t hole = c.view;
+        for (int64_t i = q.first; i < q.first + q.count; i++)
+            if (line(q, i).hole < hole) hole = line(q, i).hole;
+        if ((number + 1) * BLOCK <= hole || hole == c.view) return read(q, 0, nullptr, number, state);
+        for (int64_t i = 0; i < q.count; i++) {
+            const Line &own = line(q, q.first + i);
+            read({q.row, q.head, q.first + i, 1}, i * groups, own.behind.empty() ? nullptr : &own, number, state);
+        }
+    }
+
+    // Adds another block to the state.
+    void join(int64_t n, const State &state, const State &other) {
         for (int64_t r = 0; r < n; r++) {
-            if (other[r] == -INFINITY) continue;
-            float *to = outputs + r * value_width;
-            const float *from = other_outputs + r * value_width;
-            if (state[r] == -INFINITY) {
-                state[r] = other[r], sums[r] = other_sums[r];
+            if (other.largest[r] == -INFINITY) continue;
+            float *to = state.outputs + r * value_width;
+            const float *from = other.outputs + r * value_width;
+            if (state.largest[r] == -INFINITY) {
+                state.largest[r] = other.largest[r], state.sums[r] = other.sums[r];
                 memcpy(to, from, 4 * value_width);
                 continue;
             }
-            const float top = other[r] > state[r] ? other[r] : state[r];
-            const Lanes here = exp2(splat(state[r] - top)), there = exp2(splat(other[r] - top));
-            state[r] = top;
-            sums[r] = fma(splat(sums[r]), here, splat(other_sums[r]) * there)[0];
+            const float top = other.largest[r] > state.largest[r] ? other.largest[r] : state.largest[r];
+            const Lanes here = exp2(splat(state.largest[r] - top)), there = exp2(splat(other.largest[r] - top));
+            state.largest[r] = top;
+            state.sums[r] = fma(splat(state.sums[r]), here, splat(other.sums[r]) * there)[0];
             for (int64_t d = 0; d < value_width; d += LANES)
                 *(Lanes *)(to + d) = fma(*(const Lanes *)(to + d), here, *(const Lanes *)(from + d) * there);
         }
     }
 
-    void start(int64_t n, float *state) {
-        for (int64_t r = 0; r < n; r++) state[r] = -INFINITY;
-    }
-
-    void finish(const Queries &q, const float *state) {
-        const int64_t n = count(q), groups = c.groups();
-        const float *sums = state + sums_at(n), *outputs = sums + sums_at(n);
-        for (int64_t r = 0; r < n; r++) {
-            T *to = (T *)c.output + ((q.row * c.width + q.first + r / groups) * c.heads + q.head * groups + r % groups) * c.value_dim;
-            const bool none = state[r] == -INFINITY;
+    void finish(const Queries &q, const State &state) {
+        for (int64_t r = 0; r < count(q); r++) {
+            const int64_t column = q.first + r / groups, head = q.head * groups + r % groups;
+            T *to = (T *)c.output + ((q.row * c.width + column) * c.heads + head) * c.value_dim;
+            const float *from = state.outputs + r * value_width;
+            const bool none = state.largest[r] == -INFINITY;
             // Adding 0 makes zeros positive.
-            for (int64_t d = 0; d < c.value_dim; d++) put(to + d, none ? 0.0f : outputs[r * value_width + d] / sums[r] + 0.0f);
+            for (int64_t d = 0; d < c.value_dim; d++) put(to + d, none ? 0.0f : from[d] / state.sums[r] + 0.0f);
         }
     }
 };
@@ -534,33 +573,34 @@ struct NoSubnormals {
 
 template <class T>
 void attend(const Call &c) {
-    const int64_t blocks = c.blocks(), column_blocks = (c.width + COLUMNS - 1) / COLUMNS;
+    const int64_t blocks = (c.view + BLOCK - 1) / BLOCK, column_blocks = (c.width + COLUMNS - 1) / COLUMNS;
     const int64_t tasks = c.rows * c.shared * column_blocks;
     const auto queries = [&](int64_t task) {
         const int64_t first = task % column_blocks * COLUMNS, left = c.width - first;
-        const int64_t head = task / column_blocks % c.shared;
-        return Queries{task / column_blocks / c.shared, head, first, int(left < COLUMNS ? left : COLUMNS)};
+        return Queries{task / column_blocks / c.shared, task / column_blocks % c.shared, first, left < COLUMNS ? left : COLUMNS};
     };
+    std::vector<Line> lines(c.rows * c.width);
+    for (size_t i = 0; i < lines.size(); i++) lines[i] = line_of(c, i / c.width, i % c.width);
     const int64_t products = c.rows * c.heads * c.width * c.view * (c.dim + c.value_dim);
     const int threads = products < SMALL ? 1 : omp_get_max_threads();
-    const bool split = threads > 1 && blocks > 1 && tasks < 4 * threads;
-    const int64_t size = round_up(state_size(c, Worker<T>::most_of(c)), 16);
+    const int64_t most = Worker<T>::most_of(c), size = State::size(most, round_up(c.value_dim, LANES));
     const auto whole = [&](int64_t task) {
-        Worker<T> worker(c);
         const Queries q = queries(task);
+        Worker<T> worker(c, lines);
+        const int64_t n = worker.count(q);
+        const State state(kept.of(size), n), partial(worker.partial, n);
         worker.read_queries(q);
-        float *state = kept.of(size);
-        worker.start(worker.count(q), state);
+        for (int64_t r = 0; r < n; r++) state.largest[r] = -INFINITY;
         for (int64_t b = 0; b < blocks; b++) {
-            worker.block(q, b, worker.partial);
-            worker.join(worker.count(q), state, worker.partial);
+            worker.block(q, b, partial);
+            worker.join(n, state, partial);
         }
         worker.finish(q, state);
     };
     if (threads == 1) {
         const NoSubnormals flush;
         for (int64_t t = 0; t < tasks; t++) whole(t);
-    } else if (!split) {
+    } else if (blocks == 1 || tasks >= 4 * threads) {
 #pragma omp parallel num_threads(threads)
         {
             const NoSubnormals flush;
@@ -572,19 +612,20 @@ void attend(const Call &c) {
 #pragma omp parallel num_threads(threads)
         {
             const NoSubnormals flush;
-            Worker<T> worker(c);
-            int64_t last = -1;
+            Worker<T> worker(c, lines);
+            int64_t before = -1;
 #pragma omp for schedule(static)
             for (int64_t each = 0; each < tasks * blocks; each++) {
                 const Queries q = queries(each / blocks);
-                if (each / blocks != last) worker.read_queries(q), last = each / blocks;
-                worker.block(q, each % blocks, states + each * size);
+                if (each / blocks != before) worker.read_queries(q), before = each / blocks;
+                worker.block(q, each % blocks, State(states + each * size, worker.count(q)));
             }
 #pragma omp for schedule(static)
             for (int64_t t = 0; t < tasks; t++) {
                 const Queries q = queries(t);
-                float *state = states + t * blocks * size;
-                for (int64_t b = 1; b < blocks; b++) worker.join(worker.count(q), state, state + b * size);
+                const int64_t n = worker.count(q);
+                const State state(states + t * blocks * size, n);
+                for (int64_t b = 1; b < blocks; b++) worker.join(n, state, State(states + (t * blocks + b) * size, n));
                 worker.finish(q, state);
             }
         }
