@@ -27,7 +27,7 @@ log = logging.getLogger("outrider")
 
 
 @functools.cache
-def native(source: Path) -> ctypes.CDLL | None:
+def native(source: Path, *flags: str) -> ctypes.CDLL | None:
     """The functions of a C++ file, built if they are not in the cache folder. None if they cannot be built here.
 
     Loops with OpenMP share the threads of torch, because the library takes the OpenMP library that torch has loaded.
@@ -35,26 +35,29 @@ def native(source: Path) -> ctypes.CDLL | None:
 
     Args:
         source: One file that includes nothing but the compiler's own headers.
+        flags: What the compiler is told besides, for example a library that the file needs.
     """
     if (compiler := _compiler()) is None:
         log.warning("no C++ compiler is here, so packed weights are multiplied slowly; install g++ or set CXX")
         return None
     try:
-        return _kept(source, compiler) or _built_anew(source, compiler)
+        return _kept(source, compiler, flags) or _built_anew(source, compiler, flags)
     except (OSError, subprocess.CalledProcessError) as error:
         log.warning("%s cannot build %s, so packed weights are multiplied slowly", compiler, source.name)
         log.debug("%s", getattr(error, "stderr", error))
         return None
 
 
-def _kept(source: Path, compiler: str) -> ctypes.CDLL | None:
+def _kept(source: Path, compiler: str, flags: Sequence[str]) -> ctypes.CDLL | None:
     """The library in the cache folder, which is built first if it is not there. None if the folder is of no use."""
-    library = Path(os.path.realpath(remembered.folder() / "native")) / f"{source.stem}-{_key(source, compiler)}.so"
+    library = (
+        Path(os.path.realpath(remembered.folder() / "native")) / f"{source.stem}-{_key(source, compiler, flags)}.so"
+    )
     try:
         if not library.exists():
             files.make_folder(library.parent)
             with files.replaced(library) as fresh:
-                _build(source, compiler, fresh)
+                _build(source, compiler, flags, fresh)
         reason = files.distrusted(library)
     except OSError as error:
         reason = files.reason(error)
@@ -64,11 +67,11 @@ def _kept(source: Path, compiler: str) -> ctypes.CDLL | None:
     return None
 
 
-def _built_anew(source: Path, compiler: str) -> ctypes.CDLL:
+def _built_anew(source: Path, compiler: str, flags: Sequence[str]) -> ctypes.CDLL:
     """The library, built in a folder that is deleted when it is loaded."""
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
         library = Path(folder) / f"{source.stem}.so"
-        _build(source, compiler, library)
+        _build(source, compiler, flags, library)
         return _open(library)
 
 
@@ -76,13 +79,13 @@ def _open(library: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
-def _build(source: Path, compiler: str, library: Path) -> None:
+def _build(source: Path, compiler: str, flags: Sequence[str], library: Path) -> None:
     """Build a library.
 
     Raises:
         CalledProcessError: The compiler cannot.
     """
-    command = [compiler, *_flags(), "-x", "c++", str(source), "-o", str(library)]
+    command = [compiler, *_flags(), "-x", "c++", str(source), "-o", str(library), *flags]
     subprocess.run(command, check=True, capture_output=True, text=True)
     library.chmod(0o700)
 
@@ -98,11 +101,11 @@ def _flags() -> Sequence[str]:
     return (*FLAGS, "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native")
 
 
-def _key(source: Path, compiler: str) -> str:
+def _key(source: Path, compiler: str, flags: Sequence[str]) -> str:
     """A hash of all that a library depends on."""
     version = ""
     with suppress(OSError, subprocess.CalledProcessError):
         version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     machine = remembered.machine(torch.device("cpu"))
-    parts = (compiler, version, *_flags(), machine["cpu"], *machine["instructions"])
+    parts = (compiler, version, *_flags(), *flags, machine["cpu"], *machine["instructions"])
     return hashlib.sha256("\n".join(parts).encode() + source.read_bytes()).hexdigest()[:32]

@@ -1,11 +1,15 @@
 """Linear layers that read the same input become one product that says the same, and no others do."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from outrider.lm.forwards import merged
 from outrider.lm.forwards.merged import merge
 from outrider.lm.forwards.twin import twin
+from outrider.lm.weights.blocks import BlockWeight
+from outrider.lm.weights.linear import BlockLinear
+from tests.lm.weights.test_blocks import file_bytes
 from tests.world.models import llama
 
 
@@ -58,3 +62,29 @@ def test_layers_that_differ_or_run_twice_or_read_something_else_stay_alone():
     for ours, theirs in zip(model(states), before, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
         assert ours.is_contiguous()
+
+
+class Packed(nn.Module):
+    """Layers with packed weights of several kinds that read one input, beside a plain one."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        for name, kind, size in (("a", "Q4_0", 20), ("b", "Q8_0", 7), ("c", "Q4_K", 16)):
+            weight = BlockWeight.of_gguf(file_bytes(kind, size, 256), kind)
+            setattr(self, name, BlockLinear(weight, torch.randn(size) if bias else None))
+        self.plain = nn.Linear(256, 3, bias)
+
+    def forward(self, states: Tensor) -> list[Tensor]:
+        return [self.a(states), self.plain(states), self.b(states), self.c(states)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_layers_of_several_kinds_share_a_product_and_keep_their_weights_where_they_are(bias: bool) -> None:
+    torch.manual_seed(0)
+    model, states = Packed(bias), torch.randn(2, 3, 256)
+    before, places = model(states), [layer.data.data_ptr() for layer in (model.a, model.b, model.c)]
+    merge(model, lambda: model(states))
+    kinds = {name: type(part).__name__ for name, part in model.named_children()}
+    assert kinds == {"a": "_First", "b": "_Other", "c": "_Other", "plain": "Linear"}
+    assert [data.data_ptr() for name, data in model.a.named_buffers() if name.endswith("data")] == places
+    assert all(map(torch.equal, model(states), before))

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from outrider.lm.fingerprint import fingerprint, shape_of, weights_of
 from outrider.lm.forwards.grouped import group
+from outrider.lm.forwards.kept import keep_rotations
 from outrider.lm.forwards.twin import twin
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.cache_keyword import cache_keyword
@@ -100,6 +101,7 @@ class TracedModel(nn.Module):
         self.twin = model = twin(whose.model)
         self._cache, self._kind, self._builder = cache_keyword(type(model)), kind, builder
         group(model)
+        keep_rotations(model)
         if whose.widest is not None:
             model.set_experts_implementation("batched_mm")
         seen: dict[int, Tensor] = {}

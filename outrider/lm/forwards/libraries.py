@@ -12,8 +12,9 @@ Relied on in torch (read and run in 2.13):
   option products are oneDNN's, which use both;
 - with `dynamic_threads` a parallel loop has as many threads as OpenMP would take, and a matrix product is cut into
   `threads` parts, whatever number of threads shares them;
-- a library cannot call operators that others have registered with torch; the compiler lists those that the function
-  calls in a file `*.wrapper.json`.
+- a library calls operators that others have registered with torch only as C functions, which ours have; see `shims`.
+  The compiler lists those that it would call otherwise in a file `*.wrapper.json`.
+- with one thread and without `dynamic_threads`, generated code has no parallel loops.
 """
 
 import ast
@@ -42,11 +43,13 @@ from outrider.core import files
 from outrider.core.types import InputError
 from outrider.host import remembered
 from outrider.host.hashed import hashes_of
+from outrider.lm.forwards import shims
 from outrider.lm.forwards.constants import INDEX, STORE, MappedConstants, as_index, keep, read, tensors_of
 from outrider.lm.forwards.runner import Runner
 
 LIBRARY, KEY = "forward.so", "key.json"
 CALLED, SOURCE, BLOB = ".wrapper.json", ".wrapper.cpp", ".blob"
+WITHOUT_A_COMPILER = "it calls functions in C++, which need a compiler to be built here"
 MANY = 1 << 20
 """More rows, columns or positions than any forward has."""
 UNUSED, ABANDONED = 30 * 86400, 86400
@@ -54,6 +57,11 @@ UNUSED, ABANDONED = 30 * 86400, 86400
 
 OWN = {"aten", "prim", "prims", "mkldnn", "onednn", "quantized", "inductor", "higher_order"}
 """Namespaces of torch's operators. What others have registered is found before anything is compiled."""
+PRODUCTS = {"aten::linear", "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+"""Operators whose products the compiler computes, or torch."""
+SERIAL = {"cpp.threads": 1, "cpp.dynamic_threads": False}
+"""Options of a graph whose products are our operators, which have threads of their own. To wake threads up for anything
+else takes longer than computing it, and a reduction that threads share would depend on their number."""
 VERSIONED = {"torch", "transformers", *sys.stdlib_module_names}
 """Packages whose versions are in a library's key, so that their source need not be."""
 
@@ -227,7 +235,8 @@ class Library(ABC):
                 if (reason := files.distrusted(self.folder / name)) is not None:
                     return reason
             if files.read(self.folder / KEY) == self._record(self.folder):
-                return None
+                without = shims.called_by(self.folder / LIBRARY) and not shims.load()
+                return WITHOUT_A_COMPILER if without else None
         except (OSError, ValueError):
             pass
         return f"{self.folder} is damaged; `outrider prepare` makes it anew"
@@ -239,7 +248,7 @@ class Library(ABC):
             try:
                 key = json.loads(files.read(place))["key"]
                 different = [name for name in wanted if key[name] != wanted[name]]
-                if not set(different) <= {"machine", "source"}:
+                if not set(different) <= {"machine", "source", "kernels"}:
                     continue
                 changed = [name for name in wanted["machine"] if key["machine"].get(name) != wanted["machine"][name]]
                 there = key["machine"].get("versions", {})
@@ -288,6 +297,7 @@ class Library(ABC):
             # A library serves every number of threads.
             "machine": {k: v for k, v in remembered.machine(torch.device("cpu")).items() if k != "threads"},
             "source": {name: _digest(file) for name, file in self.sources.items()},
+            "kernels": {file.name: _digest(file) for file in shims.SOURCES},
             **self.choices,
         }
 
@@ -303,9 +313,12 @@ class Library(ABC):
         with _scratch(), shapes.patch(backed_size_oblivious=True), settings.patch(options):  # type: ignore[attr-defined]
             module, inputs, sizes = self.traced()
             exported = torch.export.export(module, inputs, dynamic_shapes=sizes, strict=False)
-            _refuse(foreign(exported))
+            _refuse(foreign(exported) - shims.NAMES)
+            if foreign(exported) & shims.NAMES and not shims.load():
+                raise RuntimeError(WITHOUT_A_COMPILER)
             graph: Any = exported.module(check_guards=False)
-            written: Any = inductor.aot_compile(graph, *exported.example_inputs)
+            with settings.patch(SERIAL if _products_are_ours(exported) else {}):  # type: ignore[attr-defined]
+                written: Any = inductor.aot_compile(graph, *exported.example_inputs)
             paths = [Path(path) for path in written if isinstance(path, str)]
             source = next(path for path in paths if path.name.endswith(SOURCE)).read_text(encoding="utf-8")
             blob = next(path for path in paths if path.suffix == BLOB)
@@ -437,15 +450,27 @@ def _options(dtype: torch.dtype) -> dict[str, Any]:
         "cpp.threads": max(2, os.cpu_count() or 1),
         "aot_inductor.package": True,
         "aot_inductor.package_constants_on_disk_format": "binary_blob",
+        "aot_inductor.custom_ops_to_c_shims": shims.DECLARATIONS,
         **(gemm_options if _own_products(dtype) else {}),
     }
 
 
-def foreign(exported: torch.export.ExportedProgram) -> set[str]:
-    """The operators of an exported graph that are not torch's own."""
+def operators(exported: torch.export.ExportedProgram) -> set[torch._ops.OpOverload]:
+    """The operators that an exported graph calls."""
     graphs = [module.graph for module in exported.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
     targets = {node.target for graph in graphs for node in graph.nodes}
-    return {each.name() for each in targets if isinstance(each, torch._ops.OpOverload) and each.namespace not in OWN}
+    return {each for each in targets if isinstance(each, torch._ops.OpOverload)}
+
+
+def foreign(exported: torch.export.ExportedProgram) -> set[str]:
+    """The operators of an exported graph that are not torch's own."""
+    return {each.name() for each in operators(exported) if each.namespace not in OWN}
+
+
+def _products_are_ours(exported: torch.export.ExportedProgram) -> bool:
+    """Whether an exported graph computes its products by our operators, so that all else is small."""
+    names = {each.name() for each in operators(exported)}
+    return not names.isdisjoint(shims.NAMES) and names.isdisjoint(PRODUCTS)
 
 
 def _refuse(unknown: set[str]) -> None:

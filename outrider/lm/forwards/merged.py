@@ -9,13 +9,17 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from outrider.lm.hf.weights import plain
+from outrider.lm.weights.linear import BlockLinear
+from outrider.lm.weights.operators import block_linear
+
+_Layer = nn.Linear | BlockLinear
 
 
 def merge(model: nn.Module, run: Callable[[], object]) -> None:
     """Let linear layers that read the same tensor share one product, in place.
 
-    The first of them computes all, from a copy of their weights. So they must always be called in the order in which
-    `run` calls them.
+    The first of them computes all, from a copy of their weights; packed weights are not copied. So they must always be
+    called in the order in which `run` calls them.
 
     Args:
         model: A model whose modules nothing else uses.
@@ -41,19 +45,46 @@ def merge(model: nn.Module, run: Callable[[], object]) -> None:
 class _First(nn.Module):
     """The first of some linear layers: it computes all of them, and leaves the outputs of the others to them."""
 
-    def __init__(self, layers: Sequence[nn.Linear], outputs: list[Tensor]) -> None:
+    def __init__(self, layers: Sequence[_Layer], outputs: list[Tensor]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
-        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        bias = torch.cat([each.detach() for each in biases]) if biases else None
+        blocks = [layer for layer in layers if isinstance(layer, BlockLinear)]
+        self.product = _JoinedBlocks(blocks, bias) if blocks else _JoinedLinear(layers, bias)
         self._sizes, self._outputs = [layer.out_features for layer in layers], outputs
 
     def forward(self, states: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch first"]:
-        parts = linear(states, self.weight, self.bias).split(self._sizes, -1)
+        parts = self.product(states).split(self._sizes, -1)
         # As one block of memory each: how parts lie would decide which sizes a graph is for.
         blocks = [part.clone(memory_format=torch.contiguous_format) for part in parts]
         self._outputs[:] = blocks[1:]
         return blocks[0]
+
+
+class _JoinedLinear(nn.Module):
+    """One product with copies of the weights of several layers, one behind another."""
+
+    def __init__(self, layers: Sequence[_Layer], bias: Float[Tensor, " all"] | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, states: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch all"]:
+        return linear(states, self.weight, self.bias)
+
+
+class _JoinedBlocks(nn.Module):
+    """One product with the packed weights of several layers, which stay where they are. Their kinds may differ."""
+
+    bias: Float[Tensor, " all"] | None
+
+    def __init__(self, layers: Sequence[BlockLinear], bias: Float[Tensor, " all"] | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.register_buffer("bias", bias)
+
+    def forward(self, states: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch all"]:
+        return block_linear(states, [layer.blocks for layer in self.layers], self.bias)
 
 
 class _Other(nn.Module):
@@ -67,25 +98,28 @@ class _Other(nn.Module):
         return self._outputs.pop(0)
 
 
-def _siblings(model: nn.Module, run: Callable[[], object]) -> list[list[nn.Linear]]:
-    """Plain linear layers that read the same tensor, once, and are alike otherwise, in the order of their calls."""
-    calls: list[tuple[nn.Linear, Tensor]] = []
+def _siblings(model: nn.Module, run: Callable[[], object]) -> list[list[_Layer]]:
+    """Linear layers, plain or packed, that read the same tensor, once, and are alike otherwise, in the order of their
+    calls.
+    """
+    calls: list[tuple[_Layer, Tensor]] = []
 
     def note(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-        assert isinstance(layer, nn.Linear)
+        assert isinstance(layer, _Layer)
         # One that is called by keyword stays alone.
         if arguments:
             calls.append((layer, arguments[0]))
 
-    hooks = [layer.register_forward_pre_hook(note) for layer in model.modules() if plain(layer)]
+    layers = [layer for layer in model.modules() if isinstance(layer, BlockLinear) or plain(layer)]
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
     try:
         run()
     finally:
         for hook in hooks:
             hook.remove()
     called = [layer for layer, _ in calls]
-    siblings: dict[tuple[int, bool], list[nn.Linear]] = {}
+    siblings: dict[tuple[int, bool, type], list[_Layer]] = {}
     for layer, tensor in calls:
         if called.count(layer) == 1:
-            siblings.setdefault((id(tensor), layer.bias is None), []).append(layer)
+            siblings.setdefault((id(tensor), layer.bias is None, type(layer)), []).append(layer)
     return [group for group in siblings.values() if len(group) > 1]

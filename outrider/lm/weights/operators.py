@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from outrider.host.native import native
 from outrider.lm.weights.blocks import KINDS, NAMES, BlockWeight
 
+SOURCE = Path(__file__).with_name("kernels.cpp")
+"""The functions that compute them."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """How the kernels number the types of numbers."""
 
@@ -147,7 +149,7 @@ def _rows(ids: Tensor, blocks: Tensor, kind: int, size: int, features: int, dtyp
 @functools.cache
 def _kernels() -> ctypes.CDLL | None:
     """The functions of `kernels.cpp`; None if they cannot be built here."""
-    library = native(Path(__file__).with_name("kernels.cpp"))
+    library = native(SOURCE)
     if library is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         library.outrider_block_linear.argtypes = [
