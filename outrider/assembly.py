@@ -30,6 +30,7 @@ from outrider.lm.model import LanguageModel
 from outrider.lm.open import as_lm
 from outrider.lm.protocol import LM
 from outrider.lm.target_info import TargetInfo
+from outrider.lm.weights.gguf import BlockModel
 from outrider.plan.table import experience_of, measured_again
 from outrider.refusals import DEFAULT, Cell, kind_of, refusal
 from outrider.setup import Setup
@@ -337,6 +338,7 @@ def _model(setup: Setup) -> PreTrainedModel:
             attn_implementation=setup.attn_implementation,
             revision=setup.revision,
             trust_remote_code=setup.trust_remote_code,
+            keep_blocks=BlockModel.of if setup.dtype == "auto" else None,
         )
     target = unwrapped(setup.target)
     if not isinstance(target, PreTrainedModel):

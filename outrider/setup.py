@@ -60,7 +60,8 @@ class Setup:
         max_warm_tokens: Most tokens of ended requests, over all slots, that stay in the cache for prompts that begin
             alike; the least recently used ones leave first. By default as many as the slots hold.
         device: `cpu`, `cuda`, `cuda:1`. By default the GPU if there is one.
-        dtype: `auto` (the weights' own), `float32`, `float64`, `bfloat16` or `float16`.
+        dtype: `auto` (the weights' own), `float32`, `float64`, `bfloat16` or `float16`. On a CPU `auto` also keeps the
+            blocks of a GGUF file as they are; the others make plain weights of them.
         device_map: Where transformers puts the target's layers: `auto`, or JSON. It replaces `device`.
         tp_plan: `auto` or JSON divides the target among the processes of `torchrun`.
         quantization_config: How transformers quantises the target when it loads it, as JSON, such as

@@ -36,6 +36,7 @@ from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.target_info import TargetInfo
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import Translation, translation
+from outrider.lm.weights.gguf import BlockModel
 from outrider.trees.chained import Follow
 
 LEAST_SHARE = 0.05
@@ -270,6 +271,7 @@ class ModelPath:
             dtype=self.dtype or target_info.dtype,
             device=self.device or target_info.device,
             revision=self.revision,
+            keep_blocks=BlockModel.of if self.dtype is None and target_info.dtype == torch.bfloat16 else None,
         )
         width, few = logit_width(model), None
         ours = target_info.tokenizer

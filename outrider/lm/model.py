@@ -1,6 +1,5 @@
 """A Hugging Face causal language model as the engine sees it: slots, trees of tokens, one forward for all."""
 
-import copy
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +32,7 @@ from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_a
 from outrider.lm.hf.mtp import load_mtp
 from outrider.lm.hf.spread import check_devices, is_spread
 from outrider.lm.hf.support import refusal
-from outrider.lm.hf.weights import check_logits, plain, whole
+from outrider.lm.hf.weights import check_logits, plain, weight_bytes, whole
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.batch import ForwardBatch, upload
 from outrider.lm.slots.budget import activation_bytes
@@ -43,6 +42,7 @@ from outrider.lm.slots.masks import look, mask_builder
 from outrider.lm.slots.slots import BRANCHES, Pending, Slots
 from outrider.lm.slots.slotted import SlottedLM
 from outrider.lm.slots.split import ForwardPrice
+from outrider.lm.weights.plain import copied
 
 _TOLERANCE, _ROUGHLY = 1e-2, 0.1
 LEAST_MASKLESS = 33
@@ -161,7 +161,7 @@ class LanguageModel(SlottedLM):
             overcommit=overcommit,
         )
         self._price = ForwardPrice(
-            weights=sum(weight.nbytes for weight in model.parameters()),
+            weights=weight_bytes(model),
             num_layers=self.num_layers,
             position=self.cache.position_bytes,
             device=self.device,
@@ -316,11 +316,11 @@ class LanguageModel(SlottedLM):
 
     def cast(self, dtype: torch.dtype) -> "LanguageModel":
         """A copy in another dtype, uncompiled, with as long a context as the model and the memory allow. Returns itself
-        if it already has that dtype or is quantised.
+        if it already has that dtype or transformers quantised it. Layers that compute from blocks get plain weights.
         """
         if self.dtype in (dtype, torch.float64) or getattr(self.model, "is_quantized", False):
             return self
-        return LanguageModel(copy.deepcopy(self.model).to(dtype), max_slots=self.max_slots, vocab_size=self.vocab_size)
+        return LanguageModel(copied(self.model, dtype), max_slots=self.max_slots, vocab_size=self.vocab_size)
 
     def _forward(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
         chosen = runs = self._runs(inputs.positions.numel())

@@ -6,9 +6,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 import gguf
+import numpy as np
 import torch
+from jaxtyping import UInt8
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from outrider.lm.weights.blocks import KINDS
 
 CONTROL, NORMAL = 3, 1
 """Kinds of tokens: special ones, and others."""
@@ -20,16 +24,19 @@ def write_gguf(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     kind: str = "F32",
+    kinds: Mapping[str, str] = MappingProxyType({}),
     ends: Mapping[str, int] = MappingProxyType({}),
 ) -> Path:
-    """Write a Llama or Qwen2 model.
+    """Write a Llama, Qwen2 or Gemma3 model.
 
     Args:
-        kind: The kind of the blocks of all matrices; norms and biases are F32.
+        kind: The kind of the blocks of all matrices; norms and biases are F32. Where `gguf` cannot make such blocks,
+            they are random.
+        kinds: The kinds of the matrices whose names in the file have this text in them.
         ends: Tokens that end a text (`eos`) or a turn (`eot`).
     """
     config = model.config
-    name, layers = config.model_type, config.num_hidden_layers
+    name, layers = config.model_type.removesuffix("_text"), config.num_hidden_layers
     writer = gguf.GGUFWriter(file, name)
     writer.add_name("tiny")
     writer.add_context_length(config.max_position_embeddings)
@@ -39,14 +46,19 @@ def write_gguf(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rotary = config.rope_parameters
+    writer.add_rope_freq_base(rotary.get("full_attention", rotary)["rope_theta"])
+    if name == "gemma3":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_sliding_window(config.sliding_window)
     writer.add_vocab_size(config.vocab_size)
     if tokenizer is not None:
         _add_tokenizer(writer, tokenizer)
     for end, id in ends.items():
         writer.add_uint32(f"tokenizer.ggml.{end}_token_id", id)
-    names = gguf.get_tensor_name_map({"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}[name], layers)
-    blocks = gguf.GGMLQuantizationType[kind]
+    [architecture] = [each for each, known in gguf.MODEL_ARCH_NAMES.items() if known == name]
+    names = gguf.get_tensor_name_map(architecture, layers)
     for key, tensor in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -55,16 +67,42 @@ def write_gguf(
         if name == "llama" and ".k_proj." in key:
             tensor = _interleaved(tensor, config.num_key_value_heads)
         values = tensor.to(torch.float32).numpy()
+        if name == "gemma3" and "norm" in key:
+            values = values + 1
         place = names.get_name(key, try_suffixes=(".weight", ".bias"))
-        if values.ndim == 1 or kind == "F32":
+        wanted = next((each for part, each in kinds.items() if part in place), kind)
+        if values.ndim == 1 or wanted == "F32":
             writer.add_tensor(place, values)
         else:
-            writer.add_tensor(place, gguf.quants.quantize(values, blocks), raw_dtype=blocks)
+            blocks = gguf.GGMLQuantizationType[wanted]
+            try:
+                content = gguf.quants.quantize(values, blocks)
+            except NotImplementedError:
+                content = random_blocks(wanted, *values.shape, seed=len(place) + sum(place.encode()))
+            writer.add_tensor(place, content, raw_dtype=blocks)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def random_blocks(
+    kind: str, rows: int, features: int, *, seed: int = 0, spread: float = 0.1
+) -> UInt8[np.ndarray, "rows bytes"]:
+    """Blocks of a file whose weights are random, around zero, with this standard deviation."""
+    layout = KINDS[kind]
+    blocks = np.random.default_rng(seed).integers(0, 256, (rows, features // layout.weights, layout.size), np.uint8)
+    half = float(2**layout.bits - 1) / 2
+
+    def scaled(scale: float) -> UInt8[np.ndarray, "rows bytes"]:
+        scales = np.array([scale, half * scale if layout.weights > 32 else -half * scale][: layout.halves], np.float16)
+        place = slice(-2, None) if kind == "Q6_K" else slice(0, 2 * layout.halves)
+        blocks[..., place] = scales.view(np.uint8)
+        return blocks.reshape(rows, -1)
+
+    unit = gguf.quants.dequantize(scaled(1.0), gguf.GGMLQuantizationType[kind])
+    return scaled(spread / float(unit.std()))
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:

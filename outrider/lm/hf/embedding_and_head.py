@@ -12,6 +12,7 @@ capped correctly. The final norm is found by watching one forward, not by its na
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -76,8 +77,9 @@ class EmbeddingAndHead:
         )
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
-        """Logits from normed states of any dtype and device, computed in the dtype of the embedding."""
-        weight = next(iter(getattr(self.embed, "parameters", tuple)()), hidden)
+        """Logits from normed states of any dtype and device, computed in the dtype of the target."""
+        weights = chain(getattr(self.embed, "parameters", tuple)(), self.modules.parameters())
+        weight = next(weights, hidden)
         return self.head(hidden.to(weight.device, weight.dtype))
 
     def __deepcopy__(self, memo: dict[int, object]) -> "EmbeddingAndHead":
@@ -179,7 +181,7 @@ def _final_norm(model: PreTrainedModel, layers: nn.ModuleList, name: str) -> tup
     hooks += [child.register_forward_pre_hook(following) for child in decoder.children()]
     hooks.append(decoder.register_forward_hook(lambda module, inputs, output: final.append(output[0])))
     try:
-        tokens = torch.arange(3, 7, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
+        tokens = torch.arange(3, 7, device=model.device)[None] % model.config.get_text_config(decoder=True).vocab_size
         # transformers makes a mask by values, which a model without weights does not have.
         options = {"attention_mask": torch.zeros(1, 1, 4, 4, device="meta")} if tokens.is_meta else {}
         logits = model(input_ids=tokens, use_cache=False, **options).logits
@@ -239,7 +241,7 @@ class OutputLayer:
         name = next((name for name, child in self._shell.named_children() if child is self.layer), None)
         if name is None:
             raise InputError(f"the output layer of {type(self._shell).__name__} cannot be cut to some tokens; {LEAVE}")
-        short = cut(self.layer, ids)
+        short = cut(self.layer, ids, self._shell.config.dtype)
         return OutputLayer(_with(self._shell, {name: short}), short)
 
     def copied(self, by: Callable[[nn.Module], nn.Module]) -> "OutputLayer":

@@ -13,7 +13,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -39,19 +39,53 @@ ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer
 """The keys of tokens that end a text, a turn or a message."""
 
 
+class MadePlain(Exception):
+    """Why the blocks of a file become plain weights, although they could have stayed as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufTensor:
+    """Where a tensor lies in a GGUF file.
+
+    Attributes:
+        name: llama.cpp's name.
+        kind: The kind of its blocks or numbers, such as `Q4_K`.
+        shape: Its shape as torch counts, the innermost dimension last.
+        begin: The first of its bytes in the file.
+        size: Its bytes.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    begin: int
+    size: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class GgufHeader:
     """What a GGUF file says of itself.
 
     Attributes:
         values: Its numbers and texts by key; lists are left out.
-        num_parameters: Numbers in all tensors.
-        sizes: Bytes of each kind of block, the largest first.
+        tensors: Its tensors.
     """
 
     values: Mapping[str, Any]
-    num_parameters: int
-    sizes: Mapping[str, int]
+    tensors: Sequence[GgufTensor]
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all tensors."""
+        return sum(prod(tensor.shape) for tensor in self.tensors)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of each kind of block, the largest first."""
+        sizes: Counter[str] = Counter()
+        for tensor in self.tensors:
+            sizes[tensor.kind] += tensor.size
+        return dict(sizes.most_common())
 
     @property
     def architecture(self) -> str:
@@ -137,21 +171,11 @@ def _config(folder: str, file: str, size: int, changed: int) -> PreTrainedConfig
 @lru_cache(maxsize=8)
 def _header(file: Path, size: int, changed: int) -> GgufHeader:
     """The header of a file of this size, last changed at this time."""
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    sizes: Counter[str] = Counter()
-    total = 0
     try:
         with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            reader = _Reader(content)
-            tensors, values = reader.tensors_and_values()
-        for kind, shape in tensors:
-            per_block, in_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-            total += prod(shape)
-            sizes[GGMLQuantizationType(kind).name] += prod(shape) // per_block * in_bytes
+            return _Reader(content).header()
     except (struct.error, ValueError, KeyError, OverflowError) as error:
         raise InputError(f"the header of {file} cannot be read; the file is damaged, so get it again") from error
-    return GgufHeader(values=values, num_parameters=total, sizes=dict(sizes.most_common()))
 
 
 @dataclass(kw_only=False)
@@ -166,8 +190,10 @@ class _Reader:
     content: mmap.mmap
     position: int = 4
 
-    def tensors_and_values(self) -> tuple[Sequence[tuple[int, tuple[int, ...]]], Mapping[str, Any]]:
-        """The kind and the shape of every tensor, and the values that are no lists."""
+    def header(self) -> GgufHeader:
+        """What the file says of itself."""
+        from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
+
         version = self.number("<I")
         if version not in (2, 3):
             raise ValueError(f"version {version}")
@@ -179,11 +205,16 @@ class _Reader:
                 values[key] = value
         tensors = []
         for _ in range(num_tensors):
-            self.text()
-            shape = tuple(self.number("<Q") for _ in range(self.number("<I")))
-            tensors.append((self.number("<I"), shape))
-            self.number("<Q")
-        return tensors, values
+            name = self.text()
+            shape = tuple(self.number("<Q") for _ in range(self.number("<I")))[::-1]
+            kind = GGMLQuantizationType(self.number("<I"))
+            per_block, in_bytes = GGML_QUANT_SIZES[kind]
+            size = prod(shape) // per_block * in_bytes
+            tensors.append(GgufTensor(name=name, kind=kind.name, shape=shape, begin=self.number("<Q"), size=size))
+        alignment = int(values.get("general.alignment", GGUF_DEFAULT_ALIGNMENT))
+        # Where tensors lie is counted from the end of the header.
+        first = -(-self.position // alignment) * alignment
+        return GgufHeader(values=values, tensors=[replace(each, begin=first + each.begin) for each in tensors])
 
     def number(self, code: str) -> Any:
         """The next number."""

@@ -1,6 +1,7 @@
 """A model's output layer cut to some tokens, so that it computes no logits of others."""
 
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -13,6 +14,16 @@ LEAVE = "leave token_map out"
 """What a user does where nothing can be cut."""
 
 
+@runtime_checkable
+class Cuttable(Protocol):
+    """A linear layer with packed weights."""
+
+    out_features: int
+
+    def cut(self, rows: Sequence[int], dtype: torch.dtype) -> nn.Linear:
+        """A plain layer of some of its rows, in this order."""
+
+
 @torch.no_grad()
 def narrowed(model: PreTrainedModel, ids: Sequence[int]) -> PreTrainedModel:
     """The same model with an output layer of the rows of some token ids, in this order. It is changed in place.
@@ -22,7 +33,7 @@ def narrowed(model: PreTrainedModel, ids: Sequence[int]) -> PreTrainedModel:
     Raises:
         InputError: The output layer is no plain linear layer with a row per token.
     """
-    short = cut(model.get_output_embeddings(), ids)
+    short = cut(model.get_output_embeddings(), ids, model.dtype)
     model.set_output_embeddings(short)
     if model.get_output_embeddings() is not short:
         raise InputError(f"the draft model does not let its output layer be replaced; {LEAVE}")
@@ -30,8 +41,17 @@ def narrowed(model: PreTrainedModel, ids: Sequence[int]) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def cut(layer: nn.Module | None, ids: Sequence[int]) -> nn.Linear:
-    """The rows of some token ids of an output layer, in this order. Raises InputError if it has no row per token."""
+def cut(layer: nn.Module | None, ids: Sequence[int], dtype: torch.dtype) -> nn.Linear:
+    """The rows of some token ids of an output layer, in this order.
+
+    Args:
+        dtype: Of the rows where the layer has packed weights; others keep theirs.
+
+    Raises:
+        InputError: It has no row per token.
+    """
+    if isinstance(layer, Cuttable) and max(ids) < layer.out_features:
+        return layer.cut(ids, dtype)
     if layer is None or not plain(layer) or layer.out_features <= max(ids):
         raise InputError(
             f"the output layer is a {type(layer).__name__}, and only a plain linear layer with a row per token can be "

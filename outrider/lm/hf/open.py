@@ -8,10 +8,10 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -32,9 +32,10 @@ from outrider.host.versions import warn_of_untested
 from outrider.lm.fingerprint import note_files
 from outrider.lm.hf import unpacked
 from outrider.lm.hf.anatomy import opener
-from outrider.lm.hf.gguf import as_plain, check_libraries, dequantised, gguf_config, header
+from outrider.lm.hf.gguf import MadePlain, as_plain, check_libraries, dequantised, gguf_config, header
 from outrider.lm.hf.mtp import behind_pattern
 from outrider.lm.hf.support import refusal
+from outrider.lm.hf.weights import weight_bytes
 
 DTYPES = {
     "float32": torch.float32,
@@ -68,6 +69,21 @@ LOADING = "outrider.loading"
 log = logging.getLogger(LOADING)
 
 
+class BlockModel(Protocol):
+    """A model whose layers compute from a GGUF file's blocks, before the file's tensors are read."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that its weights will take."""
+
+    def read(self) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+        """The model with its weights, and what transformers tells of a loading."""
+
+
+KeepBlocks = Callable[[CheckpointPlace, PreTrainedConfig, str | None], BlockModel]
+"""Gives such a model of a file, its config and the attention implementation that was asked for."""
+
+
 def open_model(
     path: str,
     *,
@@ -79,18 +95,21 @@ def open_model(
     attn_implementation: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    keep_blocks: KeepBlocks | None = None,
 ) -> PreTrainedModel:
     """A causal LM in evaluation mode, with the weights' own dtype unless another is asked for.
 
     An adapter's directory gives its base model with the adapter's layers in it. The blocks of a GGUF file become plain
-    weights, by default in bfloat16. Weights for a GPU are read straight onto it where accelerate is installed, and
-    otherwise into the host's memory first. What is loaded is logged before.
+    weights, by default in bfloat16, unless `keep_blocks` keeps them. Weights for a GPU are read straight onto it where
+    accelerate is installed, and otherwise into the host's memory first. What is loaded is logged before.
 
     Args:
         path: Directory, GGUF file, hub id, or hub id and GGUF file, as `place_of` takes it.
         device_map: Where transformers puts the layers; it takes the place of `device`.
         tp_plan: How transformers divides the weights among the processes that `torchrun` started.
         quantization_config: How transformers quantises the weights.
+        keep_blocks: Gives the model of a GGUF file on a CPU whose layers compute from blocks, in the dtype that its
+            file says. Where it raises MadePlain, and elsewhere, they become plain weights.
 
     Raises:
         InputError: The model does not exist, transformers cannot load it, or its checkpoint does not have the model's
@@ -134,8 +153,14 @@ def open_model(
     config, began = None, time.time_ns()
     try:
         config = _config(checkpoint, revision, trust_remote_code)
-        _log_loading(checkpoint, config, kind)
-        model, loaded = _loaded(checkpoint, config, options, began)
+        blocks, reason = None, ""
+        if keep_blocks is not None and checkpoint.file is not None and place.type == "cpu" and device_map is None:
+            try:
+                blocks = keep_blocks(checkpoint, config, attn_implementation)
+            except MadePlain as error:
+                reason = str(error)
+        _log_loading(checkpoint, config, kind, blocks, reason)
+        model, loaded = _loaded(checkpoint, config, options, began) if blocks is None else blocks.read()
     except InputError:
         raise
     except (AttributeError, TypeError, AssertionError, ValueError) as error:
@@ -253,11 +278,22 @@ def _of_blocks(
 
 def level_of(model: PreTrainedModel) -> int:
     """The level at which the log says something about a model: small ones are loaded before a line is read."""
-    return logging.INFO if sum(weight.nbytes for weight in model.parameters()) >= LARGE else logging.DEBUG
+    return logging.INFO if weight_bytes(model) >= LARGE else logging.DEBUG
 
 
-def _log_loading(place: CheckpointPlace, config: PreTrainedConfig, dtype: str | torch.dtype) -> None:
-    """Say in the log what is loaded, from where, and in which dtype."""
+def _log_loading(
+    place: CheckpointPlace,
+    config: PreTrainedConfig,
+    dtype: str | torch.dtype,
+    blocks: BlockModel | None,
+    reason: str,
+) -> None:
+    """Say in the log what is loaded, from where, and in which dtype.
+
+    Args:
+        blocks: The model whose blocks stay as they are; None: there is none.
+        reason: Why there is none; empty where nobody asked.
+    """
     kind = config.dtype if dtype == "auto" else dtype
     head = None if place.file is None else header(place.file)
     count = _num_parameters(Path(place.folder)) if head is None else head.num_parameters
@@ -268,8 +304,12 @@ def _log_loading(place: CheckpointPlace, config: PreTrainedConfig, dtype: str | 
         *([] if kind is None else [str(kind).removeprefix("torch.")]),
         f"from {place.name}",
     ]
-    blocks = "" if head is None or size is None else f" ({head.blocks}; {size / 1e6:,.4g} MB in memory)"
-    log.log(logging.INFO if size is None or size >= LARGE else logging.DEBUG, "loading %s%s", ", ".join(words), blocks)
+    size = size if blocks is None else blocks.size
+    details = ""
+    if head is not None and size is not None:
+        how = "stay packed, " if blocks is not None else f"made plain, because {reason}, " if reason else ""
+        details = f" ({head.blocks}; {how}{size / 1e6:,.4g} MB in memory)"
+    log.log(logging.INFO if size is None or size >= LARGE else logging.DEBUG, "loading %s%s", ", ".join(words), details)
 
 
 def _num_parameters(folder: Path) -> int | None:

@@ -28,6 +28,11 @@ def whole(module: nn.Module) -> bool:
     return all(type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta for tensor in tensors)
 
 
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of a module's weights, those that layers keep as buffers included. Shared ones count once."""
+    return sum(tensor.nbytes for tensor in chain(module.parameters(), module.buffers()))
+
+
 def has_other_than_numbers(tensor: Tensor) -> bool:
     """Whether a tensor holds NaN or an infinity. Whole numbers, packed weights and tensors elsewhere pass.
 

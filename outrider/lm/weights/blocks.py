@@ -25,6 +25,8 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.nn import functional as F
 
+from outrider.lm.weights.panels import fill
+
 PANEL = 16
 """Rows of a matrix that lie together."""
 GROUP = 32
@@ -122,11 +124,8 @@ class BlockWeight:
         rows, size = given.shape
         num_blocks = size // layout.size
         data = torch.empty(-(-rows // PANEL), num_blocks * layout.chunk, dtype=torch.uint8)
-        for first in range(0, rows, SLICE):
-            part = given[first : first + SLICE] if order is None else given[order[first : first + SLICE]]
-            part = F.pad(part, (0, 0, 0, -len(part) % PANEL))
-            panels = _panels(layout, part.reshape(len(part), num_blocks, layout.size))
-            data[first // PANEL : first // PANEL + len(panels)] = panels
+        if not fill(data, given, layout.number, num_blocks, order):
+            _fill(data, given, layout, num_blocks, order)
         return cls(kind=kind, out_features=rows, in_features=num_blocks * layout.weights, data=data)
 
     @property
@@ -159,6 +158,21 @@ class BlockWeight:
             panels = self.data[first // PANEL : (first + SLICE) // PANEL]
             part = _dequantised(layout, panels.unflatten(1, (-1, layout.chunk)), None)
             yield first, part[: self.out_features - first]
+
+
+def _fill(
+    data: UInt8[Tensor, "panels panel_bytes"],
+    blocks: UInt8[Tensor, "file_rows row_bytes"],
+    kind: BlockKind,
+    num_blocks: int,
+    order: Int[Tensor, " rows"] | None,
+) -> None:
+    """What `fill` does, by torch."""
+    for first in range(0, len(blocks), SLICE):
+        part = blocks[first : first + SLICE] if order is None else blocks[order[first : first + SLICE]]
+        part = F.pad(part, (0, 0, 0, -len(part) % PANEL))
+        panels = _panels(kind, part.reshape(len(part), num_blocks, kind.size))
+        data[first // PANEL : first // PANEL + len(panels)] = panels
 
 
 def _panels(kind: BlockKind, blocks: UInt8[Tensor, "rows blocks size"]) -> UInt8[Tensor, "panels bytes"]:

@@ -1,5 +1,7 @@
 """Layers whose weights stay packed."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
@@ -60,6 +62,15 @@ class BlockLinear(_Packed):
         """The outputs for some states."""
         return block_linear(states, [self.blocks], self.bias)
 
+    def cut(self, rows: Sequence[int], dtype: torch.dtype) -> nn.Linear:
+        """A plain layer of some of its rows, in this order."""
+        picked = torch.tensor(list(rows))
+        short = nn.Linear(self.in_features, len(rows), bias=self.bias is not None, device="meta")
+        short.weight = nn.Parameter(self.blocks.dequantised(dtype, picked), requires_grad=False)
+        if self.bias is not None:
+            short.bias = nn.Parameter(self.bias[picked].to(dtype), requires_grad=False)
+        return short
+
     def extra_repr(self) -> str:
         """Its sizes, for printing."""
         return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"
@@ -93,3 +104,21 @@ class BlockEmbedding(_Packed):
     def extra_repr(self) -> str:
         """Its sizes, for printing."""
         return f"{self.num_embeddings}, {self.embedding_dim}, kind={self.kind}"
+
+
+class ScaledBlockEmbedding(BlockEmbedding):
+    """An embedding with packed weights whose rows are multiplied by a number, as Gemma's are.
+
+    Attributes:
+        embed_scale: The number.
+    """
+
+    embed_scale: Float[Tensor, ""]
+
+    def __init__(self, weight: BlockWeight, dtype: torch.dtype, embed_scale: Float[Tensor, ""]) -> None:
+        super().__init__(weight, dtype)
+        self.register_buffer("embed_scale", embed_scale, persistent=False)
+
+    def forward(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch embedding_dim"]:
+        """The rows of some tokens, multiplied."""
+        return super().forward(ids) * self.embed_scale.to(self.dtype)

@@ -146,6 +146,11 @@ def _rows(ids: Tensor, blocks: Tensor, kind: int, size: int, features: int, dtyp
     return out.to(dtype)
 
 
+def has_kernels() -> bool:
+    """Whether products are computed by the functions of `kernels.cpp` on a CPU; otherwise torch computes them slowly."""
+    return _kernels() is not None
+
+
 @functools.cache
 def _kernels() -> ctypes.CDLL | None:
     """The functions of `kernels.cpp`; None if they cannot be built here."""

@@ -17,6 +17,7 @@ from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
 from outrider.lm.recurrent import RecurrentModel
 from outrider.lm.translated import Translated
+from outrider.lm.weights.plain import has_blocks
 from outrider.setup import Setup
 from outrider.training.online.corrections import corrections
 from outrider.training.online.pupil import OnlineSettings, Pupil
@@ -179,4 +180,6 @@ def why_not(drafter: Drafter) -> str | None:
         return CUT
     if getattr(lm.model, "is_quantized", False):
         return "the weights of this draft model are quantised and cannot be trained; use a draft model that is not"
+    if has_blocks(lm.model):
+        return "this draft model keeps the blocks of its GGUF file; give it a dtype, as model:path=...,dtype=bfloat16"
     return None

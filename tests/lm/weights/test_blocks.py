@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from outrider.lm.weights.blocks import KINDS, BlockWeight
+from outrider.lm.weights.panels import fill
 
 CASTS = True
 KIND_NAMES = pytest.mark.parametrize("kind", KINDS)
@@ -46,6 +47,21 @@ def test_some_rows_are_rows_of_all(kind: str) -> None:
     weight = BlockWeight.of_gguf(file_bytes(kind, 40, 512), kind)
     rows = torch.tensor([39, 0, 17, 17, 16])
     assert torch.equal(weight.dequantised(torch.bfloat16, rows), weight.dequantised(torch.bfloat16)[rows])
+
+
+@KIND_NAMES
+@pytest.mark.parametrize("rows", [16, 37])
+@pytest.mark.parametrize("moved", [False, True])
+def test_panels_in_c_are_those_of_torch(kind: str, rows: int, moved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = file_bytes(kind, rows, 768, seed=3)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(1)) if moved else None
+    layout = KINDS[kind]
+    filled = torch.empty(-(-rows // 16), 768 // layout.weights * layout.chunk, dtype=torch.uint8)
+    if not fill(filled, torch.from_numpy(blocks), layout.number, 768 // layout.weights, order):
+        pytest.skip("no C++ compiler is here")
+    assert torch.equal(filled, BlockWeight.of_gguf(blocks, kind, order).data)
+    monkeypatch.setattr("outrider.lm.weights.blocks.fill", lambda *given: False)
+    assert torch.equal(filled, BlockWeight.of_gguf(blocks, kind, order).data)
 
 
 @KIND_NAMES

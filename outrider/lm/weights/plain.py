@@ -1,0 +1,65 @@
+"""Models that compute from blocks, and copies of them that have plain weights."""
+
+import copy
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from outrider.lm.weights.blocks import BlockWeight
+from outrider.lm.weights.linear import BlockEmbedding, BlockLinear, ScaledBlockEmbedding
+from outrider.lm.weights.operators import block_rows
+
+
+class ScaledEmbedding(nn.Embedding):
+    """An embedding that is multiplied by a number, as Gemma's is."""
+
+    embed_scale: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.embed_scale.to(self.weight.dtype)
+
+
+def has_blocks(module: nn.Module) -> bool:
+    """Whether any layer computes from blocks."""
+    return any(isinstance(part, BlockLinear | BlockEmbedding) for part in module.modules())
+
+
+def copied(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy of a model in another dtype, all of whose layers have plain weights."""
+    layers = [part for part in model.modules() if isinstance(part, BlockLinear | BlockEmbedding)]
+    # Nobody needs a copy of the blocks.
+    shared = {id(tensor): tensor for layer in layers for tensor in layer.buffers() if not tensor.is_floating_point()}
+    twin: PreTrainedModel = copy.deepcopy(model, dict(shared))
+    weights = dict[int, nn.Parameter]()
+    for path, layer in list(twin.named_modules(remove_duplicate=False)):
+        if isinstance(layer, BlockLinear | BlockEmbedding):
+            key = id(layer.blocks.data)
+            if key not in weights:
+                weights[key] = nn.Parameter(_numbers(layer.blocks, dtype), requires_grad=False)
+            twin.set_submodule(path, _plain(layer, weights[key]))
+    return twin.to(dtype)
+
+
+def _numbers(weight: BlockWeight, dtype: torch.dtype) -> Float[Tensor, "rows features"]:
+    """All weights of a matrix."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return block_rows(torch.arange(weight.out_features), weight, wide).to(dtype)
+
+
+def _plain(layer: BlockLinear | BlockEmbedding, weight: nn.Parameter) -> nn.Module:
+    """The layer of torch that computes the same from plain weights."""
+    outputs, inputs = weight.shape
+    if isinstance(layer, BlockEmbedding):
+        kind = ScaledEmbedding if isinstance(layer, ScaledBlockEmbedding) else nn.Embedding
+        embedding = kind(outputs, inputs, device="meta")
+        embedding.weight = weight
+        if isinstance(layer, ScaledBlockEmbedding):
+            embedding.register_buffer("embed_scale", layer.embed_scale, persistent=False)
+        return embedding
+    linear = nn.Linear(inputs, outputs, bias=layer.bias is not None, device="meta")
+    linear.weight = weight
+    if layer.bias is not None:
+        linear.bias = nn.Parameter(layer.bias, requires_grad=False)
+    return linear
