@@ -147,7 +147,7 @@ def _rows(ids: Tensor, blocks: Tensor, kind: int, size: int, features: int, dtyp
 
 
 def has_kernels() -> bool:
-    """Whether products are computed by the functions of `kernels.cpp` on a CPU; otherwise torch computes them slowly."""
+    """Whether the functions of `kernels.cpp` compute products on a CPU; otherwise torch does, slowly."""
     return _kernels() is not None
 
 
