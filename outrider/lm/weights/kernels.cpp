@@ -439,9 +439,9 @@ struct Digits {
     struct Group {
         int8_t digits[3][GROUP];  // of 8 q + 0, 4, 1, 5, 2, 6, 3, 7, as codes lie in their bytes
         int32_t high[2], low[2];  // sums of 256 a + b and of c, of both halves
-        float unit, sum;          // sum: of the states
+        float unit, unit_high;    // unit_high: of 256 a + b
+        float sum;                // of the states
         int32_t third;            // whether any c is not 0
-        int32_t unused;
     };
     static constexpr bool takes(int64_t kind) { return layout_of(int(kind)).bits <= 6; }
     static bool prepares(const std::vector<Matrix> &) { return true; }
@@ -473,6 +473,7 @@ struct Digits {
         group.third = !_mm256_testz_si256(third, third);
         // Infinities and numbers that are none make every output one that is none.
         group.unit = exponent == 255 ? from_float16(0x7e00) : power(exponent - 22);
+        group.unit_high = 256 * group.unit;
         group.sum = (float(group.high[0] + group.high[1]) * 256 + float(group.low[0] + group.low[1])) * group.unit;
     }
 
@@ -523,19 +524,117 @@ struct Digits {
         __m256i high = _mm256_add_epi32(dot<BEGIN, END, STEP>(w, group.digits[0], _mm256_set1_epi16(256)), dot<BEGIN, END, STEP>(w, group.digits[1], one));
         const int half = BEGIN / 4;
         if (ZERO) high = _mm256_sub_epi32(high, _mm256_set1_epi32(ZERO * (END - BEGIN == 8 ? group.high[0] + group.high[1] : group.high[half])));
-        __m256 sum = _mm256_mul_ps(_mm256_cvtepi32_ps(high), _mm256_set1_ps(256));
+        const __m256 sum = _mm256_mul_ps(_mm256_cvtepi32_ps(high), _mm256_set1_ps(group.unit_high));
         if (group.third) {
             __m256i low = dot<BEGIN, END, STEP>(w, group.digits[2], one);
             if (ZERO) low = _mm256_sub_epi32(low, _mm256_set1_epi32(ZERO * (END - BEGIN == 8 ? group.low[0] + group.low[1] : group.low[half])));
-            sum = _mm256_add_ps(sum, _mm256_cvtepi32_ps(low));
+            return _mm256_fmadd_ps(_mm256_cvtepi32_ps(low), _mm256_set1_ps(group.unit), sum);
         }
-        return _mm256_mul_ps(sum, _mm256_set1_ps(group.unit));
+        return sum;
+    }
+
+    // Vector 2 q + h of eight rows, as `unpack_half` has it.
+    template <int BITS>
+    static inline __m256i unpack_vector(const uint8_t *codes, int half, int vector) {
+        const int q = vector / 2, h = vector % 2, at = BITS == 5 ? 2 * q + h : 4 * (q % 2) + 2 * h;
+        const __m256i packed = _mm256_loadu_si256((const __m256i *)(codes + 64 * q + 32 * half));
+        const __m256i low = _mm256_and_si256(h ? _mm256_srli_epi16(packed, 4) : packed, _mm256_set1_epi8(15));
+        if (BITS == 4) return low;
+        const __m256i high = _mm256_loadu_si256((const __m256i *)(codes + (BITS == 5 ? 256 : 256 + 64 * (q / 2)) + 32 * half));
+        const __m256i moved = at < 4 ? _mm256_slli_epi16(high, 4 - at) : _mm256_srli_epi16(high, at - 4);
+        return _mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8(BITS == 5 ? 0x10 : 0x30)));
+    }
+
+    // The same numbers as `product`, of all sixteen rows at once: a digit is read once for them. This is faster for a
+    // state that is alone, because no vector of codes is kept for the next one.
+    template <int KIND, int D>
+    static inline void products(const uint8_t *codes, const Group &x, int part, __m256 (&result)[2]) {
+        constexpr Layout layout = layout_of(KIND);
+        constexpr int STEP = layout.bits == 4 ? 8 : layout.bits == 5 ? 4 : 2, SPAN = KIND == Q6_K ? 4 : 8;
+        const __m256i one = _mm256_set1_epi16(1), base = _mm256_set1_epi16(256);
+        __m256i high[2], low[2];
+#pragma GCC unroll 2
+        for (int begin = SPAN * part; begin < SPAN * (part + 1); begin += STEP) {
+            __m256i sums[D][2];
+#pragma GCC unroll 8
+            for (int i = 0; i < STEP; i++) {
+                const __m256i w[2] = {unpack_vector<layout.bits>(codes, 0, begin + i), unpack_vector<layout.bits>(codes, 1, begin + i)};
+#pragma GCC unroll 3
+                for (int d = 0; d < D; d++) {
+                    const __m256i digits = broadcast(x.digits[d] + 4 * (begin + i));
+#pragma GCC unroll 2
+                    for (int half = 0; half < 2; half++) {
+                        const __m256i both = _mm256_maddubs_epi16(w[half], digits);
+                        sums[d][half] = i == 0 ? both : _mm256_add_epi16(sums[d][half], both);
+                    }
+                }
+            }
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                const __m256i both = _mm256_add_epi32(_mm256_madd_epi16(sums[0][half], base), _mm256_madd_epi16(sums[1][half], one));
+                high[half] = begin == SPAN * part ? both : _mm256_add_epi32(high[half], both);
+                if (D < 3) continue;
+                const __m256i third = _mm256_madd_epi16(sums[D - 1][half], one);
+                low[half] = begin == SPAN * part ? third : _mm256_add_epi32(low[half], third);
+            }
+        }
+        const int32_t all_high = SPAN == 4 ? x.high[part] : x.high[0] + x.high[1];
+        const int32_t all_low = SPAN == 4 ? x.low[part] : x.low[0] + x.low[1];
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            if (layout.zero) high[half] = _mm256_sub_epi32(high[half], _mm256_set1_epi32(layout.zero * all_high));
+            result[half] = _mm256_mul_ps(_mm256_cvtepi32_ps(high[half]), _mm256_set1_ps(x.unit_high));
+            if (D < 3) continue;
+            if (layout.zero) low[half] = _mm256_sub_epi32(low[half], _mm256_set1_epi32(layout.zero * all_low));
+            result[half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(low[half]), _mm256_set1_ps(x.unit), result[half]);
+        }
+    }
+
+    template <int KIND>
+    static void alone(const uint8_t *block, int64_t num_groups, const Group *x, float *output) {
+        constexpr Layout layout = layout_of(KIND);
+        constexpr int IN_BLOCK = layout.weights / GROUP, PARTS = KIND == Q6_K ? 2 : 1;
+        const __m256 zeros = _mm256_setzero_ps();
+        __m256 total[2] = {zeros, zeros};
+        for (int64_t number = 0; number < num_groups; block += layout.chunk()) {
+            const __m256 d[2] = {halves(block), halves(block + 16)};
+            __m256 m[2] = {zeros, zeros};
+            if (layout.offsets) m[0] = halves(block + 32), m[1] = halves(block + 48);
+            if (IN_BLOCK > 1) m[0] = _mm256_sub_ps(zeros, m[0]), m[1] = _mm256_sub_ps(zeros, m[1]);
+            for (int group = 0; group < IN_BLOCK; group++, number++, x++) {
+                const uint8_t *codes = block + PANEL * layout.header + group * layout.codes();
+                for (int i = 0; i < layout.codes(); i += 64) _mm_prefetch((const char *)codes + i + 2048, _MM_HINT_T0);
+                const uint8_t *small = block + (KIND == Q6_K ? 32 : 64) + 32 * group;
+#pragma GCC unroll 2
+                for (int part = 0; part < PARTS; part++) {
+                    __m256 sums[2];
+                    if (x->third)
+                        products<KIND, 3>(codes, *x, part, sums);
+                    else
+                        products<KIND, 2>(codes, *x, part, sums);
+#pragma GCC unroll 2
+                    for (int half = 0; half < 2; half++) {
+                        __m256 scale = d[half], offset = m[half];
+                        if (IN_BLOCK > 1) scale = _mm256_mul_ps(scale, small_scales(small + 16 * part + 8 * half, KIND == Q6_K));
+                        total[half] = _mm256_fmadd_ps(sums[half], scale, total[half]);
+                        if (!layout.offsets) continue;
+                        if (IN_BLOCK > 1) offset = _mm256_mul_ps(offset, small_scales(small + 16 + 8 * half, false));
+                        total[half] = _mm256_fmadd_ps(offset, _mm256_set1_ps(x->sum), total[half]);
+                    }
+                }
+            }
+        }
+        _mm256_storeu_ps(output, total[0]), _mm256_storeu_ps(output + 8, total[1]);
     }
 
     template <int KIND, int R>
     static void panel(const uint8_t *data, const States &states, const Group *groups, int64_t, int64_t local, float (*outputs)[PANEL]) {
         constexpr Layout layout = layout_of(KIND);
         const int64_t num_groups = states.groups();
+        if (R <= 2) {
+            for (int r = 0; r < R; r++) alone<KIND>(data, num_groups, groups + (local + r) * num_groups, outputs[r]);
+            return;
+        }
         __m256 total[2][R];
         for (int r = 0; r < R; r++) total[0][r] = total[1][r] = _mm256_setzero_ps();
         const uint8_t *block = data;
