@@ -20,6 +20,7 @@ from typing import Annotated
 
 import typer
 
+from outrider.bench.engines import llama
 from outrider.bench.engines.environments import CannotMake
 from outrider.bench.folder import folder as results
 from outrider.bench.report import Findings, Table
@@ -116,29 +117,15 @@ def exports(target: Path, work: Path, pythons: Mapping[str, Path]) -> Iterator[t
         yield "export --to openvino --check", there, ""
 
 
-def server_of_llama(environments: Path) -> tuple[Path, Path]:
-    """llama.cpp's server, compiled from the sources of its environment unless it is there, and the folder of its
-    sources.
-
-    Raises:
-        CannotMake: The environment or the server cannot be made.
-    """
-    room = OUTSIDE["llama"].environment.ready(environments)  # type: ignore[union-attr]
-    sources, build = room.place / "llama" / "vendor" / "llama.cpp", room.place / "server"
-    server = build / "bin" / "llama-server"
-    if not server.is_file():
-        flags = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF"]
-        room.run("cmake", "-S", sources, "-B", build, *flags)
-        room.run("cmake", "--build", build, "--target", "llama-server", "-j", str(os.cpu_count()))
-    return server, sources
-
-
 def by_llama(target: Path, work: Path, environments: Path, *, limit: float) -> Iterator[CommandRun]:
     """The export to llama.cpp, converted by its own script, and its check by its server."""
     out = work / "exports" / "llama"
     given = ["--target", str(target), "--drafter", f"model:path={work / 'better'}", "--dtype", "float32"]
-    server, sources = server_of_llama(environments)
-    convert = ["--llama-cpp", str(sources), "--engine-python", sys.executable]
+    environment = OUTSIDE["llama"].environment
+    assert environment is not None
+    room = environment.ready(environments)
+    server = llama.server_of(room)
+    convert = ["--llama-cpp", str(room.place / llama.SCRIPTS), "--engine-python", sys.executable]
     command = [*OUTRIDER, "export", "--to", "llama.cpp", *given, "--out", str(out), *convert]
     yield run("export --to llama.cpp", "smollm2", command, limit=limit)
     start: list[str | Path] = [

@@ -54,9 +54,13 @@ class BenchOptions:
         trace_block: Prompt tokens that one hash of a trace stands for.
         objective: What a good request keeps, in milliseconds, such as `ttft:200`, `tpot:50` or `e2el:3000`; may be
             given several times. Good requests per second are then counted.
-        peers: Other engines, with commas: transformers (plain), assisted (its own speculation), vllm, llama, openvino.
+        peers: Other engines, with commas: transformers (plain), assisted (its own speculation), vllm, llama, ik_llama,
+            openvino.
+        peer_prompts: Prompts on which their greedy tokens are compared with the target's and with their own plain ones.
         vllm_python: A Python that has vLLM.
         openvino_python: A Python that has OpenVINO GenAI.
+        llama_server: A llama-server of llama.cpp that you built.
+        ik_llama_server: A llama-server of ik_llama.cpp that you built.
         environments: Folder of environments of other engines. By default in the user's cache.
         make_environments: Install the engines that are missing there; each takes minutes and gigabytes.
         out: Folder for rows, tables, plots and an HTML page. A run that was interrupted goes on there.
@@ -80,8 +84,11 @@ class BenchOptions:
     trace_block: int = 512
     objective: tuple[str, ...] = ()
     peers: str = "transformers"
+    peer_prompts: int = option(3, least=1)
     vllm_python: Path | None = None
     openvino_python: Path | None = None
+    llama_server: Path | None = None
+    ik_llama_server: Path | None = None
     environments: Path | None = None
     make_environments: bool = False
     out: Path | None = None
@@ -217,15 +224,22 @@ def peers_of(options: BenchOptions) -> Any:
     """The other engines."""
     from outrider.bench.side_by_side.peers import PeerOptions, usual_folder
 
-    pythons = {"vllm": options.vllm_python, "openvino": options.openvino_python}
-    named = {name: python for name, python in pythons.items() if python is not None}
+    pythons = _given(vllm=options.vllm_python, openvino=options.openvino_python)
+    servers = _given(llama=options.llama_server, ik_llama=options.ik_llama_server)
     names = [name.strip() for name in options.peers.split(",") if name.strip()]
     return PeerOptions(
-        names=tuple(dict.fromkeys([*names, *named])),
+        names=tuple(dict.fromkeys([*names, *pythons, *servers])),
         environments=options.environments or usual_folder(),
-        pythons=named,
+        pythons=pythons,
+        servers=servers,
         make=options.make_environments,
+        num_compared=options.peer_prompts,
     )
+
+
+def _given(**places: Path | None) -> dict[str, Path]:
+    """Those that were given."""
+    return {name: place for name, place in places.items() if place is not None}
 
 
 def check_plots() -> None:

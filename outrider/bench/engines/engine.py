@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.bench.engines.environments import BARE, PACKAGE, CannotMake, Environment, EnvironmentFolder
+from outrider.bench.engines.environments import BARE, HERE, PACKAGE, CannotMake, Environment, EnvironmentFolder
 
 DRAFT_MODEL = "draft model"
 Command = Callable[[EnvironmentFolder | None], list[str]]
@@ -26,6 +26,7 @@ class PeerEngine:
         convert: None leaves models in the format of Hugging Face.
         plain: The mode that decodes plainly and starts fastest.
         digests_first: Whether the prompt's own forward says the first token, before there is a draft.
+        is_server: Whether its driver asks a server, whose answers can end at end tokens.
         loads_heads: Whether it has modes for heads, by their names in the catalog.
         exports: Its name in `outrider export`.
         reads: The end of the names of files that hold a whole model and that it reads by itself; None reads none.
@@ -38,6 +39,7 @@ class PeerEngine:
     convert: Convert | None = None
     plain: str = "plain"
     digests_first: bool = False
+    is_server: bool = False
     loads_heads: bool = False
     exports: str | None = None
     reads: str | None = None
@@ -62,6 +64,23 @@ def python_driver(module: str) -> Command:
     return command
 
 
+def server_driver(module: str, built: Callable[[EnvironmentFolder], Path]) -> Command:
+    """Starts a driver that is a module of this folder, with the server that it asks.
+
+    Args:
+        built: The server of an environment.
+    """
+
+    def command(room: EnvironmentFolder | None) -> list[str]:
+        if room is None:
+            raise CannotMake("its server has an environment of its own")
+        server = room.other_server or built(room)
+        run = f"import runpy; runpy.run_module('{__package__}.{module}', run_name='__main__')"
+        return [str(HERE), "-c", BARE + run, str(server)]
+
+    return command
+
+
 def converted(engine: PeerEngine, room: EnvironmentFolder | None, source: Path, folder: Path, dtype: str) -> Path:
     """Where a model lies in the engine's format; it is converted unless it was.
 
@@ -71,7 +90,11 @@ def converted(engine: PeerEngine, room: EnvironmentFolder | None, source: Path, 
     Raises:
         CannotMake: It cannot be converted.
     """
-    if engine.convert is None or room is None or (source.is_file() and source.suffix == engine.reads):
+    if room is None or (source.is_file() and source.suffix == engine.reads):
+        return source.absolute()
+    if engine.convert is None:
+        if engine.reads is not None:
+            raise CannotMake(f"it reads {engine.reads} files alone; give target and draft model as such files")
         return source.absolute()
     if source.is_file():
         raise CannotMake(f"it reads no {source.suffix} files; give the model's folder")
@@ -84,11 +107,6 @@ def converted(engine: PeerEngine, room: EnvironmentFolder | None, source: Path, 
         with files.replaced(place) as fresh:
             engine.convert(room, source.absolute(), fresh, dtype)
     return place
-
-
-def digest(file: Path) -> str:
-    """Short, and another for other contents."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
 
 
 def state_of(folder: Path) -> str:

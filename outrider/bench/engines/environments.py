@@ -39,11 +39,13 @@ class EnvironmentFolder:
     Attributes:
         pins: What is installed, with versions.
         other_python: A Python that somebody made, instead of one in the folder.
+        other_server: A server that somebody built, instead of one in the folder.
     """
 
     place: Path
     pins: tuple[str, ...]
     other_python: Path | None = None
+    other_server: Path | None = None
 
     @property
     def python(self) -> Path:

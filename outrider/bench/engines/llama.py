@@ -1,15 +1,22 @@
-"""llama.cpp: `plain`, `ngram` and `draft model`. Its driver is `llama_driver.cpp`; here is what it needs."""
+"""llama.cpp by its server: `plain`, `ngram-simple` and `draft model`; and what writes models in its format."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.engines.engine import DRAFT_MODEL, PeerEngine, digest
-from outrider.bench.engines.environments import HERE, CannotMake, Environment, EnvironmentFolder
+from outrider.bench.engines.driver import serve
+from outrider.bench.engines.engine import DRAFT_MODEL, PeerEngine, server_driver
+from outrider.bench.engines.environments import HERE, Environment, EnvironmentFolder
+from outrider.bench.engines.server import DRAFT, DRAFT_TOKENS, SOURCES, ServerDriver, built, unpack
 
-SCRIPTS = Path("llama") / "vendor" / "llama.cpp"
+FLAGS = {
+    "plain": (),
+    "ngram-simple": ("--spec-type", "ngram-simple"),
+    DRAFT_MODEL: ("-md", DRAFT, "--spec-type", "draft-simple", "--spec-draft-n-max", DRAFT_TOKENS),
+}
+"""What its server is started with, by mode."""
+SCRIPTS = Path(SOURCES) / "vendor" / "llama.cpp"
 """Where the folder of an environment has llama.cpp's own sources, with the program that converts models."""
 
 
@@ -78,58 +85,30 @@ def convert(room: EnvironmentFolder, source: Path, out: Path, dtype: str) -> Non
 
 
 def make(room: EnvironmentFolder) -> None:
-    """llama.cpp, compiled for this machine; its sources stay, because the driver is compiled against them."""
-    compiler()
+    """The sources of llama.cpp, and its server."""
     llama, gguf = room.pins
-    sources = room.place / "sources"
-    room.pip("download", "--no-deps", "--no-binary", llama.partition("==")[0], "--dest", sources, llama)
-    [archive] = sources.glob("*.tar.gz")
-    shutil.unpack_archive(archive, sources, filter="data")
-    [folder] = (path for path in sources.iterdir() if path.is_dir())
-    folder.rename(room.place / "llama")
-    # Without the library for pictures, which nothing here needs and which takes a third of the time.
-    room.pip("install", "--config-settings=cmake.args=-DLLAVA_BUILD=OFF", room.place / "llama", gguf)
+    unpack(room, llama)
+    room.pip("install", gguf)
+    server_of(room)
 
 
-def compiler() -> str:
-    """A C++ compiler.
-
-    Raises:
-        CannotMake: There is none.
-    """
-    compilers = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
-    if not compilers:
-        raise CannotMake("there is no C++ compiler; install one (c++, g++ or clang++)")
-    return compilers[0]
-
-
-def command(room: EnvironmentFolder | None) -> list[str]:
-    """Starts the driver, compiled before if its source is new."""
-    if room is None:
-        raise CannotMake("llama.cpp has an environment of its own")
-    source = Path(__file__).with_name("llama_driver.cpp")
-    driver = room.place / f"driver-{digest(source)}"
-    if not driver.exists():
-        below = room.place / SCRIPTS
-        library = sorted(room.place.glob("venv/**/libllama-common.so"))[0]
-        include = [f"-I{below / part}" for part in ("common", "include", "ggml/include", "vendor")]
-        names = ["-lllama-common", "-lllama", "-lggml", "-lggml-base", "-lggml-cpu"]
-        # An old tag, because the libraries find each other by the path of the program.
-        link = [f"-L{library.parent}", *names, f"-Wl,--disable-new-dtags,-rpath,{library.parent}"]
-        # llama.cpp's environment reads this file too, and has no Outrider.
-        from outrider.core import files
-
-        with files.replaced(driver) as fresh:
-            room.run(compiler(), "-O3", "-march=native", "-std=c++17", *include, source, "-o", fresh, *link)
-    return [str(driver)]
+def server_of(room: EnvironmentFolder) -> Path:
+    """Its server."""
+    return built(room, room.place / SCRIPTS)
 
 
 ENGINE = PeerEngine(
     title="llama.cpp",
-    modes=("plain", "ngram", DRAFT_MODEL),
-    command=command,
+    modes=tuple(FLAGS),
+    command=server_driver("llama", server_of),
     environment=Environment(name="llama", pins=("llama-cpp-python==0.3.36", "gguf==0.19.0"), make=make),
     convert=convert,
+    digests_first=True,
+    is_server=True,
     exports="llama.cpp",
     reads=".gguf",
 )
+
+
+if __name__ == "__main__":
+    serve(ServerDriver(Path(sys.argv[1]), FLAGS))

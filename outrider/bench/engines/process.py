@@ -8,6 +8,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from types import TracebackType
@@ -35,10 +36,13 @@ class Process(Driver):
     Args:
         command: What starts it; the options are added.
         patience: Seconds that it may take to load its models.
+
+    Attributes:
+        seconds: How long it took until its models were loaded; 0 before.
     """
 
     def __init__(self, command: Sequence[str], *, patience: float = START) -> None:
-        self.command, self.patience = command, patience
+        self.command, self.patience, self.seconds = command, patience, 0.0
         self._running = False
 
     def __enter__(self) -> "Process":
@@ -53,6 +57,7 @@ class Process(Driver):
         """Start the process. Raises Stopped if it ends, or does not become ready."""
         variables = {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        began = time.perf_counter()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (`stop` closes it)
         try:
             self._process = subprocess.Popen(
@@ -77,6 +82,7 @@ class Process(Driver):
         except Stopped:
             self.stop()
             raise
+        self.seconds = time.perf_counter() - began
 
     def ask(self, asked: DriverRequest, *, patience: float = ANSWER) -> EngineOutput:
         """The tokens and the seconds of a run.
@@ -92,7 +98,7 @@ class Process(Driver):
         heard = self._hear(patience)
         if "refused" in heard:
             raise Refused(" ".join(str(heard["refused"]).split())[:300])
-        return EngineOutput(**heard)
+        return EngineOutput.read(heard)
 
     def stop(self) -> None:
         """End the process: it ends by itself when its input ends, or is killed."""

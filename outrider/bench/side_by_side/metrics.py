@@ -159,6 +159,34 @@ def inter_chunk_latency(requests: Sequence[Served]) -> list[float]:
     return [b.at - a.at for request in requests for a, b in zip(request.steps, request.steps[1:], strict=False)]
 
 
+def prompt_throughput(requests: Sequence[Served]) -> float | None:
+    r"""$\sum_r p_r / \sum_r (t_1 - t_a)$, with $p_r$ tokens of the prompt. None where first tokens are not told.
+
+    It says how fast prompts are read where one request runs after the other; otherwise requests wait in between.
+    """
+    known = [each for each in requests if each.first is not None]
+    seconds = sum(time_to_first_token(known))
+    return sum(each.prompt_tokens for each in known) / seconds if seconds > 0 else None
+
+
+def decode_throughput(requests: Sequence[Served]) -> float | None:
+    r"""$\sum_r (o_r - e_r) / \sum_r (t_o - t_1)$, with $e_r$ tokens that came first: decoding without the prompt.
+
+    None where first tokens are not told. Engines that tell no steps say one token first.
+    """
+    known = [(each, each.first) for each in requests if each.first is not None]
+    seconds = sum(each.ended - first for each, first in known)
+    tokens = sum(each.num_tokens - (each.steps[0].emitted if each.steps else 1) for each, _ in known)
+    return tokens / seconds if seconds > 0 else None
+
+
+def drafted_and_accepted(requests: Sequence[Served]) -> tuple[int, int]:
+    """Draft tokens of all requests, and the accepted ones, whether their steps are told or not."""
+    steps = drafting(requests)
+    drafted = sum(step.drafted for step in steps) + sum(each.draft_tokens or 0 for each in requests)
+    return drafted, sum(step.accepted for step in steps) + sum(each.accepted_tokens or 0 for each in requests)
+
+
 def end_to_end(requests: Sequence[Served]) -> list[float]:
     """$t_o - t_a$ of each request, in seconds. vLLM: E2EL. AIPerf: Request Latency."""
     return [request.ended - request.arrived for request in requests]

@@ -1,5 +1,6 @@
 """What a measurement shows: the verdict, tables and figures, for the terminal, for a page and for programs."""
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,6 +97,9 @@ def _figures(shown: Shown, way: str, load: Load) -> dict[str, Any]:
         "speedup": None if verdict is None else [verdict.speedup.value, verdict.speedup.low, verdict.speedup.high],
         "baseline": None if verdict is None else verdict.baseline,
         "verdict": None if verdict is None or verdict.baseline == way else verdict.word,
+        "prompt_throughput": metrics.prompt_throughput(requests),
+        "decode_throughput": metrics.decode_throughput(requests),
+        "start": shown.measurement.starts.get(way),
         "tpot": metrics.percentiles(metrics.time_per_output_token(requests)),
         "ttft": metrics.percentiles(metrics.time_to_first_token(requests)),
         "inter_chunk_latency": metrics.percentiles(metrics.inter_chunk_latency(requests)),
@@ -124,7 +128,10 @@ def _output_throughput(rows: Sequence[Row], requests: Sequence[Served], seconds:
 def findings(measurement: Measurement) -> Findings:
     """The verdict, tables and figures of a measurement."""
     shown, figures = Shown(measurement), summary(measurement)
-    tables = [speeds(shown, figures), drafts(figures), latencies(figures)]
+    tables = [speeds(shown, figures), decoding(shown), drafts(figures), latencies(figures)]
+    if shown.measurement.outside and measurement.passed:
+        lines = [[what, checked] for what, checked in measurement.passed.items()]
+        tables.append(Table(title="What the gate compared", head=("what", "how"), lines=lines))
     without = {**measurement.stopped, **measurement.left_out}
     if without:
         lines = [[what, why] for what, why in without.items()]
@@ -182,7 +189,10 @@ def speeds(shown: Shown, figures: Sequence[dict[str, Any]]) -> Table:
         )
     good = [] if shown.measurement.plan.objectives is None else ["good requests/s"]
     head = ("load", "way", "tokens/s", "rounds", "speedup", "verdict", *good, "peak memory", "J/token")
-    text = "Peak memory is the process's during these runs, with all models that it holds."
+    text = (
+        "Peak memory is the process's during these runs, with all models that it holds; of another engine, its "
+        "process's since its start."
+    )
     return Table(title="Speed", text=text, head=head, lines=lines)
 
 
@@ -206,6 +216,48 @@ def rounds_of(rows: Sequence[Row], way: str, load: str) -> list[float]:
         / sum(row["seconds"] for row in way_rows if row["round"] == number)
         for number in numbers
     ]
+
+
+def decoding(shown: Shown) -> Table:
+    """Start, prompt and decoding, each by itself, of ways that tell when their first tokens come."""
+    categories = sorted({row["category"] for row in shown.measurement.rows})
+    groups = [None, *categories] if len(categories) > 1 else [None]
+    lines = []
+    for load in shown.measurement.plan.loads:
+        for way in shown.ways(load):
+            prompts = metrics.prompt_throughput(shown.served(way, load))
+            if prompts is None:
+                continue
+            start = shown.measurement.starts.get(way)
+            drafted, accepted = metrics.drafted_and_accepted(shown.served(way, load))
+            lines.append(
+                [
+                    load.name,
+                    way,
+                    "-" if start is None else f"{start:.1f}",
+                    f"{prompts:.0f}",
+                    *(_decoding_speed(shown.rows(way, load), category) for category in groups),
+                    f"{accepted} of {drafted}" if drafted else "-",
+                ]
+            )
+    names = ["all" if category is None else category or "none" for category in groups]
+    head = ("load", "way", "start, s", "prompt", *names, "accepted")
+    text = (
+        "Tokens/s of prompts, and of decoding from the first token on: the median round, with the slowest and the "
+        "fastest. The start of another engine ends when its models are loaded."
+    )
+    return Table(title="Prompt and decoding", text=text, head=head, lines=lines)
+
+
+def _decoding_speed(rows: Sequence[Row], category: str | None) -> str:
+    """Tokens per second of decoding alone: the median round, with the slowest and the fastest."""
+    wanted = [row for row in rows if category in (None, row["category"])]
+    served = {
+        number: [Served.read(each) for row in wanted if row["round"] == number for each in row["served"]]
+        for number in sorted({row["round"] for row in wanted})
+    }
+    rounds = [speed for each in served.values() if (speed := metrics.decode_throughput(each)) is not None]
+    return f"{statistics.median(rounds):.1f} ({min(rounds):.1f} to {max(rounds):.1f})" if rounds else "-"
 
 
 def drafts(figures: Sequence[dict[str, Any]]) -> Table:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.engines import llama, openvino, vllm
+from outrider.bench.engines import ik_llama, llama, openvino, vllm
 from outrider.bench.engines.agreement import Surprise, agreement, surprise
 from outrider.bench.engines.driver import DriverRequest, Options
 from outrider.bench.engines.engine import DRAFT_MODEL, PeerEngine, converted
@@ -21,7 +21,12 @@ from outrider.engine.generation import Generation
 
 TRANSFORMERS, ASSISTED = "transformers", "assisted"
 """transformers' own `generate` in this process: plain, and with its own speculation."""
-OUTSIDE: Mapping[str, PeerEngine] = {"vllm": vllm.ENGINE, "llama": llama.ENGINE, "openvino": openvino.ENGINE}
+OUTSIDE: Mapping[str, PeerEngine] = {
+    "vllm": vllm.ENGINE,
+    "llama": llama.ENGINE,
+    "ik_llama": ik_llama.ENGINE,
+    "openvino": openvino.ENGINE,
+}
 """Engines in processes of their own."""
 NEARLY = {"bfloat16": 0.5, "float32": 0.01}
 """By how much, in logits, the target may prefer its own token to an engine's, by what both compute in."""
@@ -41,20 +46,24 @@ class PeerOptions:
     """Which other engines take part.
 
     Attributes:
-        names: Of `transformers`, `assisted`, `vllm`, `llama`, `openvino`.
+        names: Of `transformers`, `assisted`, `vllm`, `llama`, `ik_llama`, `openvino`.
         environments: Folder of their environments, and of models in their formats.
         pythons: A Python that has the engine, instead of an environment of the folder.
+        servers: A server of the engine that somebody built, likewise.
         make: Whether missing environments are made; each takes minutes and gigabytes.
         draft_tokens: Most tokens of their drafts.
-        ngram: Longest run of tokens that they look for in the text before.
+        ngram: Longest run of tokens that they look for in the text before, where that is not their own choice.
+        num_compared: Prompts on which their greedy tokens are compared with the target's.
     """
 
     names: tuple[str, ...] = (TRANSFORMERS,)
     environments: Path = field(default_factory=usual_folder)
     pythons: Mapping[str, Path] = field(default_factory=dict)
+    servers: Mapping[str, Path] = field(default_factory=dict)
     make: bool = False
     draft_tokens: int = 5
     ngram: int = 3
+    num_compared: int = NUM_COMPARED
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -63,11 +72,20 @@ class PeerOptions:
         for name, python in self.pythons.items():
             if not python.is_file():
                 raise InputError(f"--{name}-python must name a Python that has {OUTSIDE[name].title}, got {python}")
+        for name, server in self.servers.items():
+            if not server.is_file():
+                option = f"--{name.replace('_', '-')}-server"
+                raise InputError(f"{option} must name the llama-server of {OUTSIDE[name].title}, got {server}")
 
     @property
     def outside(self) -> list[str]:
         """Those in processes of their own."""
         return [name for name in self.names if name in OUTSIDE]
+
+    @property
+    def ignore_eos(self) -> bool:
+        """Whether an engine takes part whose answers cannot end at end tokens."""
+        return any(not OUTSIDE[name].is_server for name in self.outside)
 
 
 @dataclass(kw_only=True)
@@ -84,6 +102,8 @@ class Peers:
 
     Attributes:
         left_out: What is left out, and why, in a sentence each.
+        passed: What was compared of each way, in a sentence.
+        starts: Seconds that the process of each way took until its models were loaded.
     """
 
     options: PeerOptions
@@ -95,6 +115,8 @@ class Peers:
     threads: int
     revision: str | None = None
     left_out: dict[str, str] = field(default_factory=dict)
+    passed: dict[str, str] = field(default_factory=dict)
+    starts: dict[str, float] = field(default_factory=dict)
     _running: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> "Peers":
@@ -135,9 +157,12 @@ class Peers:
             return []
         ways = []
         temperature = 1.0 if self.generation.sampling is None else self.generation.sampling.temperature
+        plain: Sequence[list[int]] | None = None
         for mode in other.modes:
-            title = f"{other.title}, {mode}"
-            if mode == DRAFT_MODEL and draft is None:
+            title, drafts = f"{other.title}, {mode}", not mode.startswith("plain")
+            if not drafts:
+                plain = None
+            if DRAFT_MODEL in mode and draft is None:
                 self.left_out[title] = "the setup has no draft model"
                 continue
             options = Options(
@@ -152,15 +177,23 @@ class Peers:
                 context=self.engine.parts.target.max_context,
             )
             try:
-                process = Process(other.command(room))
-                process.start(options)
-                self._running.enter_context(process)
-                self._compare(process)
-                self._compare_drawn(process, temperature)
+                with ExitStack() as started:
+                    process = started.enter_context(Process(other.command(room)))
+                    process.start(options)
+                    texts, gap = self._compare(process, other)
+                    self._compare_drawn(process, other, temperature)
+                    self._running.enter_context(started.pop_all())
             except (CannotMake, Stopped, Refused) as error:
                 self.left_out[title] = str(error)
                 continue
-            ways.append(driver_way(title, self.engine, process, temperature, drafts=mode != "plain"))
+            self.passed[title] = f"{len(texts)} greedy texts are the target's, up to gaps of {gap:.2g} logits"
+            if drafts and plain is not None:
+                changed = sum(text != alone for text, alone in zip(texts, plain, strict=True))
+                self.passed[title] += f"; {changed} of them are not those of its own plain decoding"
+            plain = plain if drafts else texts
+            self.starts[title] = process.seconds
+            ignore_eos = self.generation.ignore_eos
+            ways.append(driver_way(title, self.engine, process, temperature, drafts=drafts, ignore_eos=ignore_eos))
         return ways
 
     @property
@@ -172,13 +205,17 @@ class Peers:
         environment, folder = other.environment, self.options.environments
         if environment is None:
             raise CannotMake("it has no environment of its own")
+        if name in self.options.servers:
+            server = self.options.servers[name].absolute()
+            return EnvironmentFolder(place=environment.room(folder).place, pins=(), other_server=server)
         if name in self.options.pythons:
             place = (folder / name).absolute()
             place.mkdir(parents=True, exist_ok=True)
             return EnvironmentFolder(place=place, pins=(), other_python=self.options.pythons[name].absolute())
         if not environment.is_made(folder) and not self.options.make:
-            named = f"name a Python that has it with --{name}-python, or " if name != "llama" else ""
-            raise CannotMake(f"it is not installed; {named}let `--make-environments` install it")
+            option = f"--{name.replace('_', '-')}-{'server' if other.is_server else 'python'}"
+            named = f"its llama-server with {option}" if other.is_server else f"a Python that has it with {option}"
+            raise CannotMake(f"it is not installed; name {named}, or let `--make-environments` install it")
         return environment.ready(folder)
 
     def _models(self, other: PeerEngine, room: EnvironmentFolder) -> tuple[Path, Path | None]:
@@ -201,30 +238,45 @@ class Peers:
             raise CannotMake("there is no target")
         return first, draft
 
-    def _compare(self, process: Process) -> None:
-        """Raise CannotMake where an engine takes tokens that the target finds clearly less likely."""
+    def _compare(self, process: Process, other: PeerEngine) -> tuple[list[list[int]], float]:
+        """Greedy texts of an engine, and by how much the target prefers its own token to one of them at most.
+
+        Raises:
+            CannotMake: The engine takes tokens that the target finds clearly less likely.
+        """
         target: Any = self.engine.parts.target
-        for prompt in self.greedy[:NUM_COMPARED]:
-            [tokens] = process.ask(
-                DriverRequest(prompts=[prompt], new_tokens=self.new_tokens, temperature=0.0, seed=0)
-            ).tokens
-            compared = agreement(target.model, prompt, tokens)
+        texts, gaps = [], []
+        for prompt in self.greedy[: self.options.num_compared]:
+            texts.append(self._asked(process, other, prompt, 0.0))
+            compared = agreement(target.model, prompt, texts[-1])
             if compared.gap > NEARLY[self._dtype]:
                 raise CannotMake(
                     f"it does not say what the target says: at temperature 0, token {compared.first} of an answer is "
                     f"{compared.gap:.2f} logits behind the target's own"
                 )
+            gaps.append(compared.gap)
+        return texts, max(gaps, default=0.0)
 
-    def _compare_drawn(self, process: Process, temperature: float) -> None:
+    def _asked(self, process: Process, other: PeerEngine, prompt: list[int], temperature: float) -> list[int]:
+        """An answer that ends where the engine can end."""
+        request = DriverRequest(
+            prompts=[prompt],
+            new_tokens=self.new_tokens,
+            temperature=temperature,
+            seed=0,
+            ignore_eos=not other.is_server,
+        )
+        [tokens] = process.ask(request).tokens
+        return tokens
+
+    def _compare_drawn(self, process: Process, other: PeerEngine, temperature: float) -> None:
         """Raise CannotMake where tokens that an engine draws are far more surprising than the target's own."""
         if temperature == 0:
             return
         target: Any = self.engine.parts.target
         total = Surprise(excess=0.0, variance=0.0)
         for prompt in self.greedy[:NUM_COMPARED]:
-            asked = DriverRequest(prompts=[prompt], new_tokens=self.new_tokens, temperature=temperature, seed=0)
-            [tokens] = process.ask(asked).tokens
-            total += surprise(target.model, prompt, tokens, temperature)
+            total += surprise(target.model, prompt, self._asked(process, other, prompt, temperature), temperature)
         if total.deviations > MOST_SURPRISING:
             raise CannotMake(
                 f"it does not draw what the target draws: at temperature {temperature:g} its tokens are "

@@ -35,6 +35,8 @@ class Served:
         first: When its first tokens came; None where an engine does not tell.
         ended: When its last token came.
         steps: Its steps; empty where an engine does not tell.
+        draft_tokens: Draft tokens of all steps, where an engine tells them without its steps.
+        accepted_tokens: Accepted ones, likewise.
     """
 
     id: str
@@ -47,6 +49,8 @@ class Served:
     first: float | None
     ended: float
     steps: tuple[ServedStep, ...] = ()
+    draft_tokens: int | None = None
+    accepted_tokens: int | None = None
 
     def written(self) -> dict[str, Any]:
         """As a value of JSON; a step is a list of four numbers, times have six digits behind the point."""

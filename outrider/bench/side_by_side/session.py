@@ -126,7 +126,8 @@ class Measurement:
         ways: Names of all ways that were measured, in the order in which they were given.
         drafting: Those that draft.
         outside: Those that are other engines.
-        passed: What the gate checked of each configuration.
+        passed: What the gate checked of each configuration, and of each other engine.
+        starts: Seconds that other engines took until their models were loaded.
         stopped: Configurations that the gate stopped, with the reason.
         left_out: What else is left out, with the reason.
         rows: One for each turn.
@@ -142,6 +143,7 @@ class Measurement:
     drafting: set[str] = field(default_factory=set)
     outside: set[str] = field(default_factory=set)
     passed: dict[str, str] = field(default_factory=dict)
+    starts: dict[str, float] = field(default_factory=dict)
     stopped: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
@@ -203,6 +205,8 @@ def measure(
             threads=torch.get_num_threads(),
             revision=plan.setup.revision,
             left_out=measurement.left_out,
+            passed=measurement.passed,
+            starts=measurement.starts,
         )
         with peers:
             if plan.peers.names:
@@ -251,7 +255,7 @@ def settled(plan: BenchPlan, engine: Engine) -> Generation:
     Answers go on behind end tokens where an engine takes part whose driver cannot end there.
     """
     sampling = plan.generation.sampling or engine.sampling or Sampling()
-    ignore_eos = plan.generation.ignore_eos or bool(plan.peers.outside)
+    ignore_eos = plan.generation.ignore_eos or plan.peers.ignore_eos
     return replace(plan.generation, sampling=sampling, ignore_eos=ignore_eos)
 
 
@@ -442,7 +446,7 @@ def _row(measurement: Measurement, player: Player, load: Load, turn: Turn[Way, G
         "tokens": sum(each.num_tokens for each in played.served),
         "seconds": played.seconds,
         "parts": {part: round(seconds, 6) for part, seconds in played.parts.items()},
-        "peak_memory": None if way.outside else reading.peak_memory,
+        "peak_memory": played.memory if way.outside else reading.peak_memory,
         "joules": reading.joules,
         "served": [each.written() for each in played.served],
     }

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.bench.engines.driver import Driver, DriverRequest
+from outrider.bench.engines.driver import AnswerTiming, Driver, DriverRequest, EngineOutput
 from outrider.bench.engines.process import Refused, Stopped
 from outrider.bench.side_by_side.arrivals import ClosedLoop, Load
 from outrider.bench.side_by_side.player import PARTS, EngineServer, Player, request_id
@@ -28,11 +28,13 @@ class Played:
     Attributes:
         seconds: From the first request to the last token.
         parts: Seconds of each part of the steps; empty where an engine does not tell.
+        memory: Most bytes that the process of another engine has held since its start; None where that is not known.
     """
 
     served: Sequence[Served]
     seconds: float
     parts: dict[str, float] = field(default_factory=dict)
+    memory: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +76,8 @@ class EngineWay:
         return Played(served=served, seconds=seconds, parts=parts)
 
 
-Answerer = Callable[[list[list[int]], int, int], tuple[Sequence[Sequence[int]], float]]
-"""Answers prompts together: prompts, tokens of each answer, seed; returns the answers' tokens and the seconds."""
+Answerer = Callable[[list[list[int]], int, int], EngineOutput]
+"""Answers prompts together: prompts, tokens of each answer, seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +104,15 @@ class BatchWay:
         if not isinstance(load, ClosedLoop):
             raise LeftOut("it answers batches, and cannot be sent requests while it runs")
         served: list[Served] = []
-        clock = 0.0
+        clock, memory = 0.0, None
         for first in range(0, len(conversations), load.concurrency):
-            clock = self._batch(player, conversations[first : first + load.concurrency], seed, clock, served)
-        return Played(served=served, seconds=clock)
+            some = conversations[first : first + load.concurrency]
+            clock, memory = self._batch(player, some, seed, clock, served)
+        return Played(served=served, seconds=clock, memory=memory)
 
     def _batch(
         self, player: Player, conversations: Sequence[Conversation], seed: int, clock: float, served: list[Served]
-    ) -> float:
+    ) -> tuple[float, int | None]:
         """Answer the first turns of some conversations together, then the second turns, and so on.
 
         Args:
@@ -117,8 +120,9 @@ class BatchWay:
             served: Gets the requests.
 
         Returns:
-            Seconds at the end.
+            Seconds at the end, and the memory that was told last.
         """
+        memory: int | None = None
         open_: list[tuple[Conversation, list[str]]] = [(each, []) for each in conversations]
         while open_:
             prompts = [player.encoder.prompt(conversation, answers) for conversation, answers in open_]
@@ -127,9 +131,13 @@ class BatchWay:
             turns = [each for each, fit in zip(zip(open_, prompts, wanted, strict=True), fits, strict=True) if fit]
             if not turns:
                 break
-            outputs, seconds = self.answer([prompt for _, prompt, _ in turns], max(count for *_, count in turns), seed)
-            began, clock, open_ = clock, clock + seconds, []
-            for ((conversation, answers), prompt, count), tokens in zip(turns, outputs, strict=True):
+            output = self.answer([prompt for _, prompt, _ in turns], max(count for *_, count in turns), seed)
+            began, clock, memory, open_ = clock, clock + output.seconds, output.memory, []
+            told: Sequence[AnswerTiming | None] = output.timings or [None] * len(turns)
+            for ((conversation, answers), prompt, count), tokens, timing in zip(
+                turns, output.tokens, told, strict=True
+            ):
+                first = None if timing is None else began + timing.prompt_seconds
                 served.append(
                     Served(
                         id=request_id(conversation, len(answers)),
@@ -137,15 +145,17 @@ class BatchWay:
                         category=conversation.category,
                         turn=len(answers),
                         prompt_tokens=len(prompt),
-                        num_tokens=len(tokens[:count]),
+                        num_tokens=min(count, len(tokens) if timing is None else timing.num_tokens),
                         arrived=began,
-                        first=None,
-                        ended=clock,
+                        first=first,
+                        ended=clock if timing is None or first is None else first + timing.decode_seconds,
+                        draft_tokens=None if timing is None else timing.draft_tokens,
+                        accepted_tokens=None if timing is None else timing.accepted_tokens,
                     )
                 )
                 if len(answers) + 1 < conversation.num_turns:
                     open_.append((conversation, [*answers, self.decode(tokens[:count])]))
-        return clock
+        return clock, memory
 
 
 Way = EngineWay | BatchWay
@@ -172,7 +182,7 @@ def transformers_way(
     settings = generation.sampling or Sampling()
     alone = assistant is not None or lookup is not None
 
-    def answer(prompts: list[list[int]], num_tokens: int, seed: int) -> tuple[Sequence[Sequence[int]], float]:
+    def answer(prompts: list[list[int]], num_tokens: int, seed: int) -> EngineOutput:
         if alone and len(prompts) > 1:
             raise LeftOut("transformers' own speculation takes one prompt at a time")
         engine.rest()
@@ -187,28 +197,42 @@ def transformers_way(
             num_assistant_tokens=draft,
             prompt_lookup_num_tokens=lookup,
         )
-        return generated.tokens, generated.seconds
+        return EngineOutput(tokens=[list(tokens) for tokens in generated.tokens], seconds=generated.seconds)
 
     return BatchWay(name=name, answer=answer, decode=decoder(engine), drafts=alone, outside=False)
 
 
-def driver_way(name: str, engine: Engine, driver: Driver, temperature: float, *, drafts: bool) -> BatchWay:
-    """Another engine behind a driver. Its answers go on behind end tokens, so that all are as long as was asked."""
+def driver_way(
+    name: str, engine: Engine, driver: Driver, temperature: float, *, drafts: bool, ignore_eos: bool = True
+) -> BatchWay:
+    """Another engine behind a driver.
 
-    def answer(prompts: list[list[int]], num_tokens: int, seed: int) -> tuple[Sequence[Sequence[int]], float]:
+    Args:
+        ignore_eos: Whether its answers go on behind end tokens, so that all are as long as was asked.
+    """
+
+    def answer(prompts: list[list[int]], num_tokens: int, seed: int) -> EngineOutput:
+        request = DriverRequest(
+            prompts=prompts,
+            new_tokens=num_tokens,
+            temperature=temperature,
+            seed=seed,
+            ignore_eos=ignore_eos,
+            ids=False,
+        )
         try:
-            output = driver.ask(
-                DriverRequest(prompts=prompts, new_tokens=num_tokens, temperature=temperature, seed=seed)
-            )
+            output = driver.ask(request)
         except (Refused, Stopped) as error:
             raise LeftOut(str(error)) from error
-        counts = sorted({len(tokens) for tokens in output.tokens})
-        if counts != [num_tokens] or len(output.tokens) != len(prompts):
+        told = [each.num_tokens for each in output.timings] or [len(tokens) for tokens in output.tokens]
+        counts = sorted(set(told))
+        least = num_tokens if ignore_eos else 1
+        if counts[0] < least or counts[-1] > num_tokens or len(output.tokens) != len(prompts):
             lengths = ", ".join(map(str, counts))
             raise LeftOut(
                 f"it wrote {lengths} tokens for {len(output.tokens)} prompts, not {num_tokens} for {len(prompts)}"
             )
-        return output.tokens, output.seconds
+        return output
 
     return BatchWay(name=name, answer=answer, decode=decoder(engine), drafts=drafts, outside=True)
 

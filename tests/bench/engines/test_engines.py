@@ -14,7 +14,7 @@ from outrider.bench.engines.agreement import Surprise, agreement, surprise
 from outrider.bench.engines.driver import DriverRequest, Options
 from outrider.bench.engines.engine import converted, state_of
 from outrider.bench.engines.environments import CannotMake, Environment, EnvironmentFolder
-from outrider.bench.engines.llama import add_vocabulary, compiler
+from outrider.bench.engines.llama import add_vocabulary
 from outrider.bench.engines.process import Process, Refused, Stopped
 from outrider.bench.engines.vllm import requirements
 from outrider.embedded import EMBEDDED_DRAFT
@@ -103,12 +103,6 @@ def test_a_command_that_fails_is_told_by_its_last_error(tmp_path):
     assert "Collecting" in (tmp_path / "log.txt").read_text()
     with pytest.raises(CannotMake, match="/no/such/compiler cannot be run: No such file"):
         room.run("/no/such/compiler")
-
-
-def test_without_a_compiler_the_sentence_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(CannotMake, match=r"install one \(c\+\+, g\+\+ or clang\+\+\)"):
-        compiler()
 
 
 def test_an_environment_is_made_once_and_again_for_other_pins(tmp_path):

@@ -1,5 +1,6 @@
 """Other engines take part where they are here, and say what the target says; others are left out with a sentence."""
 
+import json
 import shutil
 import sys
 from dataclasses import replace
@@ -7,21 +8,27 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outrider
-from outrider import InputError, Sampling
+from outrider import InputError, Sampling, Setup
+from outrider.bench.engines.driver import EngineOutput
 from outrider.bench.engines.engine import PeerEngine
 from outrider.bench.engines.environments import Environment
 from outrider.bench.side_by_side import peers
 from outrider.bench.side_by_side.arrivals import ClosedLoop
+from outrider.bench.side_by_side.page import findings, summary
 from outrider.bench.side_by_side.peers import PeerOptions, Peers
 from outrider.bench.side_by_side.player import Player
 from outrider.bench.side_by_side.prompts import Encoder
+from outrider.bench.side_by_side.session import BenchPlan, measure
 from outrider.bench.side_by_side.ways import BatchWay, LeftOut
 from outrider.bench.workloads.conversation import Conversation
-from outrider.embedded import EMBEDDED_DRAFT
+from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.engine.generation import Generation
 from tests.bench.engines import transformers_driver
+from tests.bench.engines.recorded_server import wrapper
+from tests.world.gguf_files import write_gguf
 
 TOKENS = 5
 
@@ -61,12 +68,15 @@ def scripted(*modes: str) -> PeerEngine:
 
 
 def test_an_engine_that_is_not_installed_is_left_out_with_a_sentence(some_of):
-    with some_of(names=("vllm", "llama", "openvino")) as made:
+    with some_of(names=("vllm", "llama", "ik_llama", "openvino")) as made:
         assert made.ways() == []
     assert made.left_out == {
         "vLLM": "it is not installed; name a Python that has it with --vllm-python, or let `--make-environments` "
         "install it",
-        "llama.cpp": "it is not installed; let `--make-environments` install it",
+        "llama.cpp": "it is not installed; name its llama-server with --llama-server, or let `--make-environments` "
+        "install it",
+        "ik_llama.cpp": "it is not installed; name its llama-server with --ik-llama-server, or let "
+        "`--make-environments` install it",
         "OpenVINO GenAI": "it is not installed; name a Python that has it with --openvino-python, or let "
         "`--make-environments` install it",
     }
@@ -110,6 +120,73 @@ def test_another_engine_answers_the_same_tokens_for_as_long(some_of, engine, mon
     assert other.served[0].ended == other.served[1].arrived < other.served[1].ended == other.seconds
 
 
+PROMPTS = {"one": "Once upon a time", "other": "The dog was"}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A GGUF file, beside which lie its own greedy answers, and a program that answers them."""
+    pytest.importorskip("gguf")
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_DRAFT)
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_TARGET)
+    file = write_gguf(tmp_path_factory.mktemp("gguf") / "target.gguf", model, tokenizer)
+    engine = outrider.load(str(file), drafter="none", dtype="float32")
+    prompts = [list(engine.encode(text)) for text in PROMPTS.values()]
+    outputs = engine.generate(prompts, max_new_tokens=TOKENS, sampling=Sampling(temperature=0), ignore_eos=True)
+    answers = {json.dumps(prompt): list(out.tokens) for prompt, out in zip(prompts, outputs, strict=True)}
+    file.with_suffix(".json").write_text(json.dumps(answers))
+    wrapper(file.parent)
+    return file
+
+
+def test_servers_answer_the_same_file_and_tell_start_memory_prompt_and_decoding(file, tmp_path):
+    lines = [{"id": id, "category": id, "prompt": text} for id, text in PROMPTS.items()]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    server = file.parent / "llama-server"
+    plan = BenchPlan(
+        setup=Setup(str(file), drafter="ngram", dtype="float32", length="fixed:3", ignore_generation_config=True),
+        generation=Generation(max_new_tokens=TOKENS, sampling=Sampling(temperature=0)),
+        workload=str(tmp_path / "prompts.jsonl"),
+        rounds=2,
+        peers=PeerOptions(
+            names=("llama", "ik_llama"), environments=tmp_path, servers={"llama": server, "ik_llama": server}
+        ),
+    )
+    found = measure(plan)
+    theirs = ["llama.cpp, plain", "llama.cpp, ngram-simple"]
+    theirs += [f"ik_llama.cpp, {mode}" for mode in ("plain", "ngram-simple", "plain -rtr", "ngram-simple -rtr")]
+    assert [way for way in found.ways if way in found.outside] == theirs
+    assert found.drafting == {"default", *(way for way in theirs if "ngram" in way)}
+    # A text that ends before the other is another text.
+    for way in theirs:
+        changed = "; 2 of them are not those of its own plain decoding" if "llama.cpp, ngram" in way else ""
+        assert found.passed[way].endswith(" logits" + changed)
+        assert found.passed[way].startswith("2 greedy texts are the target's, up to gaps of ")
+    why = "it ended with exit status 1; its last line: RuntimeError: the server ended with exit status 1: error: "
+    assert found.left_out["ik_llama.cpp, suffix -rtr"] == why + "unknown speculative decoding type"
+    assert found.left_out["ik_llama.cpp, draft model"] == "the setup has no draft model"
+    assert set(found.starts) == set(theirs)
+    figures = {each["way"]: each for each in summary(found)}
+    for way in theirs:
+        assert figures[way]["ttft"]["mean"] == pytest.approx(0.05)
+        # Of five tokens four come after the first one, within a tenth of a second.
+        assert figures[way]["decode_throughput"] == pytest.approx(40)
+        assert figures[way]["num_tokens"] == 2 * 2 * TOKENS
+        assert figures[way]["start"] > 0
+    [table] = [each for each in findings(found).tables if each.title == "Prompt and decoding"]
+    assert table.head == ("load", "way", "start, s", "prompt", "all", "one", "other", "accepted")
+    cells = {line[1]: line[4:] for line in table.lines}
+    assert cells["llama.cpp, plain"] == ["40.0 (40.0 to 40.0)"] * 3 + ["-"]
+    assert cells["ik_llama.cpp, ngram-simple"][-1] == "8 of 32"
+    # Ours takes part in that table, transformers does not: it tells no first token.
+    assert "default" in cells
+
+
+def test_answers_end_at_end_tokens_unless_an_engine_takes_part_that_cannot_end_there():
+    assert not PeerOptions(names=("llama", "ik_llama", "transformers")).ignore_eos
+    assert PeerOptions(names=("llama", "openvino")).ignore_eos
+
+
 def test_the_files_of_a_hub_id_lie_in_the_hubs_cache(some_of, tmp_path, monkeypatch):
     kept, commit = tmp_path / "models--org--name", "0" * 40
     shutil.copytree(EMBEDDED_DRAFT, kept / "snapshots" / commit)
@@ -143,7 +220,7 @@ def test_a_batch_is_as_large_as_the_load_has_at_once():
 
     def answer(prompts, num_tokens, seed):
         sizes.append(len(prompts))
-        return [[1] * num_tokens for _ in prompts], 2.0
+        return EngineOutput(tokens=[[1] * num_tokens for _ in prompts], seconds=2.0)
 
     class OneToken(Encoder):
         def __init__(self) -> None:

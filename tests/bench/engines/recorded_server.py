@@ -1,0 +1,79 @@
+"""A server of the llama.cpp family without an engine: beside its model lie recorded answers, by prompt.
+
+With a lookup its answers lack their last token, as if drafts had changed them; at another temperature than 0 it answers
+the same. It knows no suffix trees.
+"""
+
+import json
+import sys
+from argparse import ArgumentParser
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+MILLISECONDS = {"prompt_ms": 50.0, "predicted_ms": 100.0}
+
+
+def wrapper(place: Path) -> Path:
+    """A program that starts this file."""
+    program = place / "llama-server"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
+class Answering(BaseHTTPRequestHandler):
+    """One request."""
+
+    answers: dict[str, list[int]]
+    lookup = False
+    drafts = False
+
+    def do_GET(self) -> None:
+        self.say(200, {"status": "ok"})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            self.say(200, {"tokens": [int(word) for word in asked["content"].split()]})
+            return
+        recorded = self.answers.get(json.dumps(asked["prompt"]))
+        if recorded is None:
+            self.say(400, {"error": {"message": "the prompt is too long"}})
+            return
+        tokens = recorded[: len(recorded) - self.lookup][: asked["n_predict"]]
+        # Its last draft reaches one token beyond what was asked.
+        timings = MILLISECONDS | {"predicted_n": len(tokens) + self.drafts}
+        if self.drafts:
+            timings |= {"draft_n": 8, "draft_n_accepted": 2}
+        if self.path == "/completion":
+            self.say(200, {"tokens": tokens if asked["return_tokens"] else [], "timings": timings})
+            return
+        ids = {"content": [{"id": token} for token in tokens]} if "logprobs" in asked else None
+        text = " ".join(map(str, tokens))
+        self.say(200, {"choices": [{"text": text, "logprobs": ids}], "timings": timings})
+
+    def say(self, status: int, answer: object) -> None:
+        body = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+if __name__ == "__main__":
+    parser = ArgumentParser()
+    for name in ("-m", "-md", "-t", "-np", "-c", "--cache-ram", "--spec-draft-n-max", "--draft-max"):
+        parser.add_argument(name)
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--spec-type", action="append", default=[])
+    parser.add_argument("-rtr", action="store_true")
+    given = parser.parse_args()
+    if any(each.startswith("suffix") for each in given.spec_type):
+        print("error: unknown speculative decoding type\n\nusage: llama-server", flush=True)
+        sys.exit(1)
+    Answering.answers = json.loads(Path(given.m).with_suffix(".json").read_text())
+    Answering.lookup, Answering.drafts = "ngram-simple" in given.spec_type, bool(given.spec_type or given.md)
+    ThreadingHTTPServer(("127.0.0.1", given.port), Answering).serve_forever()
