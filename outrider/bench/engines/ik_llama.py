@@ -55,7 +55,12 @@ class IkLlamaDriver(ServerDriver):
         [choice] = answer["choices"]
         if choice["logprobs"] is None:
             return list(self.call("POST", "/tokenize", {"content": choice["text"]})["tokens"])
-        return [each["id"] for each in choice["logprobs"]["content"]]
+        return [each["id"] for each in self.rows(answer)]
+
+    def rows(self, answer: Mapping[str, Any]) -> list[Any]:
+        """What an answer tells of each token's probability."""
+        [choice] = answer["choices"]
+        return list(choice["logprobs"]["content"])
 
 
 def make(room: EnvironmentFolder) -> None:

@@ -67,6 +67,7 @@ class Process(Driver):
                 stderr=self._errors,
                 text=True,
                 env=inherited | variables,
+                start_new_session=True,
             )
         except OSError as error:
             self._errors.close()
@@ -101,17 +102,15 @@ class Process(Driver):
         return EngineOutput.read(heard)
 
     def stop(self) -> None:
-        """End the process: it ends by itself when its input ends, or is killed."""
+        """End the process: it ends by itself when its input ends, or is killed, with all that it started."""
         if not self._running:
             return
         self._running = False
         with contextlib.suppress(BrokenPipeError):
             self._input.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._kill()
         self._listener.join()
         self._output.close()
         self._errors.close()
@@ -127,12 +126,18 @@ class Process(Driver):
         try:
             line = self._lines.get(timeout=seconds)
         except queue.Empty:
-            self._process.kill()
+            self._kill()
             raise Stopped(f"it gave no answer within {seconds:g} seconds; its last line: {self._last()}") from None
         if not line:
             raise Stopped(f"it ended with {ending(self._process.wait())}; its last line: {self._last()}")
         heard: dict[str, Any] = json.loads(line)
         return heard
+
+    def _kill(self) -> None:
+        """End what is left of the process, and of what it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def _last(self) -> str:
         """The last line of what it wrote as errors."""

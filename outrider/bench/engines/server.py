@@ -59,7 +59,7 @@ class ServerDriver(Driver):
         named = (flag.format(draft=options.draft, draft_tokens=options.draft_tokens) for flag in flags)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (`stop` closes it)
         self._process = subprocess.Popen([*command, *named], stdout=self._log, stderr=subprocess.STDOUT)
-        self._sums, self._counting = Counter[str](), bool(flags)
+        self._sums, self._counting = Counter[str](), not options.mode.startswith("plain")
         while not self._healthy():
             if self._process.poll() is not None:
                 self._log.seek(0)
@@ -119,6 +119,17 @@ class ServerDriver(Driver):
             draft_tokens=timings.get("draft_n", 0),
             accepted_tokens=timings.get("draft_n_accepted", 0),
         )
+
+    def likeliest(self, prompt: Sequence[int], count: int) -> dict[int, float]:
+        """Log-probabilities of the likeliest tokens behind a prompt, of which the server keeps what it has read."""
+        asked = DriverRequest(prompts=[list(prompt)], new_tokens=1, temperature=0.0, seed=0)
+        reading = {"n_predict": 1, "n_probs": count, "logprobs": count, "cache_prompt": True}
+        [row] = self.rows(self.call("POST", self.path, self.body(asked, 0) | reading))
+        return {each["id"]: each["logprob"] for each in row["top_logprobs"]}
+
+    def rows(self, answer: Mapping[str, Any]) -> list[Any]:
+        """What an answer tells of each token's probability."""
+        return list(answer["completion_probabilities"])
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """What the server answers.

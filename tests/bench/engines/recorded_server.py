@@ -5,6 +5,7 @@ the same. It knows no suffix trees.
 """
 
 import json
+import os
 import sys
 from argparse import ArgumentParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -76,4 +77,5 @@ if __name__ == "__main__":
         sys.exit(1)
     Answering.answers = json.loads(Path(given.m).with_suffix(".json").read_text())
     Answering.lookup, Answering.drafts = "ngram-simple" in given.spec_type, bool(given.spec_type or given.md)
+    Path(given.m).with_suffix(".pid").write_text(str(os.getpid()))
     ThreadingHTTPServer(("127.0.0.1", given.port), Answering).serve_forever()

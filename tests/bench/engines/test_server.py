@@ -3,6 +3,7 @@
 import json
 import os
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,14 @@ def options(place: Path, mode: str) -> Options:
 
 def asked(prompts: list[list[int]], **settings: bool) -> DriverRequest:
     return DriverRequest(prompts=prompts, new_tokens=4, temperature=0.0, seed=1, **settings)
+
+
+def runs(process: int) -> bool:
+    """Whether a process still runs; one that has ended may wait for its parent."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -72,6 +81,18 @@ def test_a_server_that_refuses_is_told_in_its_words_and_goes_on(room, name):
         with pytest.raises(Refused, match="the prompt is too long"):
             driver.ask(asked([[9, 9]]))
         assert driver.ask(asked(PROMPTS[1:])).tokens == [[12, 13, 14, 15]]
+
+
+def test_a_server_ends_with_its_driver_however_that_ends(room):
+    with Process(llama.ENGINE.command(room)) as driver:
+        driver.start(options(room.place, "plain"))
+        server = int((room.place / "model.pid").read_text())
+        assert runs(server)
+        driver._process.kill()
+    deadline = time.monotonic() + 60
+    while runs(server) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not runs(server)
 
 
 def test_a_server_that_lacks_a_drafter_says_so(room):

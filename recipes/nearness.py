@@ -1,0 +1,174 @@
+r"""How near the logits of each engine are to the float32 model of the same GGUF file, over a text.
+
+`python -m recipes nearness --target FILE.gguf --environments DIR` reads the same token ids in each engine, and compares
+the law of each next token with that of the dequantised model in float32. With $p$ of that model and $q$ of the engine,
+over the engine's likeliest tokens $T$ and all others together:
+
+$$\sum_{x \in T} p(x) \log \frac{p(x)}{q(x)} + (1 - p(T)) \log \frac{1 - p(T)}{1 - q(T)} \le \mathrm{KL}(p \| q)$$
+
+So the figures are lower bounds, which differ from the divergence by what happens among the unlikely tokens alone.
+Servers are asked behind each token, one token at a time, as they decode.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+import outrider
+from outrider.bench.engines import ik_llama, llama
+from outrider.bench.engines.driver import Options
+from outrider.bench.engines.server import ServerDriver
+from outrider.bench.evidence import Row
+from outrider.bench.folder import folder
+from outrider.bench.report import Findings, Table
+from outrider.bench.side_by_side.peers import usual_folder
+from outrider.core.progress import task
+from outrider.lm.hf.open import open_model
+from recipes import options
+
+TEXTS = sorted((Path(__file__).parents[1] / "docs" / "guide").glob("*.md"))
+"""What is read by default."""
+SERVERS = {"llama": (llama, ServerDriver), "ik_llama": (ik_llama, ik_llama.IkLlamaDriver)}
+SMALL = 1e-12
+"""Least probability of all other tokens together, against rounding."""
+Law = Mapping[int, float]
+"""Log-probabilities of the likeliest next tokens."""
+
+
+def divergence(reference: Tensor, law: Law) -> float:
+    """The lower bound of the divergence of one position.
+
+    Args:
+        reference: Log-probabilities of all tokens, of the float32 model.
+
+    Example:
+        >>> row = torch.tensor([0.5, 0.25, 0.25]).log()
+        >>> divergence(row, {0: math.log(0.5), 1: math.log(0.25)})
+        0.0
+        >>> round(divergence(row, {0: math.log(0.25)}), 4) == round(0.5 * math.log(2) + 0.5 * math.log(2 / 3), 4)
+        True
+    """
+    p = {token: float(reference[token]) for token in law}
+    told = sum(math.exp(p[token]) * (p[token] - law[token]) for token in law)
+    rest, theirs = (max(SMALL, 1 - sum(map(math.exp, each.values()))) for each in (p, law))
+    return told + rest * math.log(rest / theirs)
+
+
+def by_server(name: str, target: Path, server: Path, windows: Sequence[list[int]], top: int, threads: int) -> Row:
+    """The laws behind each token of some texts, by a server."""
+    module, driver_of = SERVERS[name]
+    driver = driver_of(server, module.FLAGS)
+    longest = max(map(len, windows))
+    driver.start(
+        Options(
+            mode="plain",
+            target=str(target),
+            draft="",
+            dtype="",
+            threads=threads,
+            draft_tokens=0,
+            ngram=0,
+            batch=1,
+            context=longest + 64,
+        )
+    )
+    try:
+        laws = [driver.likeliest(tokens[:i], top) for tokens in windows for i in range(1, len(tokens))]
+    finally:
+        driver.stop()
+    return {"engine": module.ENGINE.title, "laws": laws}
+
+
+def by_outrider(target: Path, windows: Sequence[list[int]], top: int) -> Row:
+    """The same by Outrider, as it opens the file by default."""
+    engine = outrider.load(str(target), drafter="none", probe=False)
+    laws: list[Law] = []
+    for tokens in windows:
+        [output] = engine.generate([tokens], max_new_tokens=0, prompt_logprobs=top)
+        assert output.prompt_logprobs is not None
+        laws += [each for each in output.prompt_logprobs.top if each is not None]
+    dtype = str(engine.parts.target.dtype).removeprefix("torch.")
+    return {"engine": f"Outrider, {dtype}", "laws": laws}
+
+
+@torch.inference_mode()
+def references(target: Path, windows: Sequence[list[int]]) -> Iterator[Tensor]:
+    """Log-probabilities of the dequantised model in float32, behind each token of the texts but the last."""
+    model = open_model(str(target), dtype="float32")
+    for tokens in windows:
+        yield from torch.log_softmax(model(torch.tensor([tokens])).logits[0, :-1].double(), dim=-1)
+
+
+def findings(rows: Sequence[Row], target: Path) -> Findings:
+    """A line for each engine."""
+    lines = [
+        [row["engine"], f"{row['divergence']:.2e}", f"{row['median']:.2e}", f"{row['same']:.1%}", f"{row['mass']:.3f}"]
+        for row in rows
+    ]
+    head = ("engine", "mean divergence", "median", "same likeliest token", "probability among the compared tokens")
+    text = f"{target.name}, {rows[0]['positions']} positions." if rows else ""
+    return Findings(tables=[Table(head=head, lines=lines)], text=text)
+
+
+def main(
+    target: Annotated[Path, typer.Option(help="GGUF file.")],
+    out: options.Out = None,
+    engines: Annotated[
+        str, typer.Option(help="Of outrider, llama, ik_llama, with commas.")
+    ] = "outrider,llama,ik_llama",
+    environments: Annotated[
+        Path, typer.Option(help="Folder of the engines' environments.", show_default=False)
+    ] = usual_folder(),  # noqa: B008
+    positions: Annotated[int, typer.Option(min=1, help="Positions that are compared.")] = 2000,
+    window: Annotated[int, typer.Option(min=2, help="Tokens of each text.")] = 501,
+    top: Annotated[int, typer.Option(min=1, help="Likeliest tokens that are compared one by one.")] = 100,
+    threads: options.Threads = 2,
+) -> None:
+    """Compare the logits of engines with those of the float32 model."""
+    torch.set_num_threads(threads)
+    wanted = options.words(engines)
+    tokenizer = outrider.load(str(target), drafter="none", probe=False).encode
+    ids = list(tokenizer("\n\n".join(file.read_text(encoding="utf-8") for file in TEXTS)))
+    windows = [ids[i * window : (i + 1) * window] for i in range(-(-positions // (window - 1)))]
+    with folder(
+        out, "nearness", {"target": str(target), "positions": positions, "window": window, "top": top}
+    ) as place:
+        found = []
+        with task("engines", len(wanted), "engines") as bar:
+            for name in wanted:
+                if name == "outrider":
+                    found.append(by_outrider(target, windows, top))
+                else:
+                    module, _ = SERVERS[name]
+                    room = module.ENGINE.environment.ready(environments)
+                    found.append(by_server(name, target, module.server_of(room), windows, top, threads))
+                bar.advance()
+        sums: list[list[tuple[float, bool, float]]] = [[] for _ in found]
+        for i, reference in zip(range(positions), references(target, windows), strict=False):
+            for row, own in zip(found, sums, strict=True):
+                law = row["laws"][i]
+                same = max(law, key=law.__getitem__) == int(reference.argmax())
+                own.append((divergence(reference, law), same, sum(map(math.exp, law.values()))))
+        rows: list[Row] = []
+        for row, own in zip(found, sums, strict=True):
+            values = torch.tensor(own, dtype=torch.float64)
+            mean = values.mean(0).tolist()
+            rows.append(
+                {
+                    "phase": "engines",
+                    "turn": row["engine"],
+                    "engine": row["engine"],
+                    "positions": len(own),
+                    "divergence": mean[0],
+                    "median": float(values[:, 0].median()),
+                    "same": mean[1],
+                    "mass": mean[2],
+                }
+            )
+            place.add(rows[-1])
+        place.finish(findings(rows, target))
