@@ -28,7 +28,8 @@ from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.side_by_side.peers import usual_folder
 from outrider.core.progress import task
-from outrider.lm.hf.open import open_model
+from outrider.core.types import InputError
+from outrider.lm.hf.open import open_model, open_tokenizer
 from recipes import options
 
 TEXTS = sorted((Path(__file__).parents[1] / "docs" / "guide").glob("*.md"))
@@ -36,6 +37,7 @@ TEXTS = sorted((Path(__file__).parents[1] / "docs" / "guide").glob("*.md"))
 SERVERS = {"llama": (llama, ServerDriver), "ik_llama": (ik_llama, ik_llama.IkLlamaDriver)}
 SMALL = 1e-12
 """Least probability of all other tokens together, against rounding."""
+QUICK = {"engines": "outrider", "positions": 40, "window": 21, "top": 20}
 Law = Mapping[int, float]
 """Log-probabilities of the likeliest next tokens."""
 
@@ -132,8 +134,10 @@ def main(
     """Compare the logits of engines with those of the float32 model."""
     torch.set_num_threads(threads)
     wanted = options.words(engines)
-    tokenizer = outrider.load(str(target), drafter="none", probe=False).encode
-    ids = list(tokenizer("\n\n".join(file.read_text(encoding="utf-8") for file in TEXTS)))
+    if unknown := [name for name in wanted if name not in ("outrider", *SERVERS)]:
+        raise InputError(f"unknown engine {unknown[0]!r}; available: outrider, {', '.join(SERVERS)}")
+    text = "\n\n".join(file.read_text(encoding="utf-8") for file in TEXTS)
+    ids: list[int] = open_tokenizer(str(target)).encode(text, add_special_tokens=False)
     windows = [ids[i * window : (i + 1) * window] for i in range(-(-positions // (window - 1)))]
     with folder(
         out, "nearness", {"target": str(target), "positions": positions, "window": window, "top": top}

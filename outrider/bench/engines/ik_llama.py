@@ -32,7 +32,10 @@ DRAFTING: Mapping[str, tuple[str, ...]] = {
     f"suffix, then {DRAFT_MODEL}": (*SHORT_SUFFIX, *STAGE, *MODEL),
 }
 REPACKED = " -rtr"
-FLAGS = {**DRAFTING, **{name + REPACKED: (*flags, "-rtr") for name, flags in DRAFTING.items()}}
+FLAGS: Mapping[str, tuple[str, ...]] = {
+    **DRAFTING,
+    **{name + REPACKED: (*flags, "-rtr") for name, flags in DRAFTING.items()},
+}
 SLACK = 64
 """Tokens that are asked beyond those that are wanted: it cuts the whole draft that passes the end."""
 BUILD_INFO = """set(BUILD_NUMBER 0)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from outrider.bench.engines.engine import DRAFT_MODEL, PeerEngine, server_driver
 from outrider.bench.engines.environments import HERE, Environment, EnvironmentFolder
 from outrider.bench.engines.server import DRAFT, DRAFT_TOKENS, SOURCES, ServerDriver, built, unpack
 
-FLAGS = {
+FLAGS: Mapping[str, tuple[str, ...]] = {
     "plain": (),
     "ngram-simple": ("--spec-type", "ngram-simple"),
     DRAFT_MODEL: ("-md", DRAFT, "--spec-type", "draft-simple", "--spec-draft-n-max", DRAFT_TOKENS),

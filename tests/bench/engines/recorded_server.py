@@ -46,10 +46,13 @@ class Answering(BaseHTTPRequestHandler):
         timings = MILLISECONDS | {"predicted_n": len(tokens) + self.drafts}
         if self.drafts:
             timings |= {"draft_n": 8, "draft_n_accepted": 2}
+        likeliest = [{"id": tokens[0] + i, "logprob": -1.0 - i} for i in range(asked.get("n_probs", 0))]
+        told = {"top_logprobs": likeliest}
         if self.path == "/completion":
-            self.say(200, {"tokens": tokens if asked["return_tokens"] else [], "timings": timings})
+            answer = {"tokens": tokens if asked["return_tokens"] else [], "timings": timings}
+            self.say(200, answer | {"completion_probabilities": [told]})
             return
-        ids = {"content": [{"id": token} for token in tokens]} if "logprobs" in asked else None
+        ids = {"content": [told | {"id": token} for token in tokens]} if "logprobs" in asked else None
         text = " ".join(map(str, tokens))
         self.say(200, {"choices": [{"text": text, "logprobs": ids}], "timings": timings})
 

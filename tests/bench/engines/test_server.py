@@ -13,7 +13,7 @@ from outrider.bench.engines.driver import AnswerTiming, DriverRequest, Options
 from outrider.bench.engines.engine import DRAFT_MODEL, converted
 from outrider.bench.engines.environments import CannotMake, EnvironmentFolder
 from outrider.bench.engines.process import Process, Refused, Stopped
-from outrider.bench.engines.server import compiler
+from outrider.bench.engines.server import ServerDriver, compiler
 from tests.bench.engines.recorded_server import wrapper
 
 ENGINES = {"llama": llama.ENGINE, "ik_llama": ik_llama.ENGINE}
@@ -60,6 +60,17 @@ def test_a_server_answers_prompts_together_and_tells_its_own_times(room, name, i
     assert driver.seconds > 0
     # That of the server, not of what asks it: this many bytes are more than a small program in C, and less than torch.
     assert output.memory is None or 2**22 < output.memory < 2**28
+
+
+@pytest.mark.parametrize("kind", [(ServerDriver, llama.FLAGS), (ik_llama.IkLlamaDriver, ik_llama.FLAGS)])
+def test_a_server_tells_the_likeliest_tokens_behind_a_prompt(room, kind):
+    make, flags = kind
+    driver = make(room.other_server, flags)
+    driver.start(options(room.place, "plain"))
+    try:
+        assert driver.likeliest(PROMPTS[1], 3) == {12: -1.0, 13: -2.0, 14: -3.0}
+    finally:
+        driver.stop()
 
 
 @pytest.mark.parametrize("name", ENGINES)
