@@ -31,11 +31,9 @@ DRAFTING: Mapping[str, tuple[str, ...]] = {
     f"ngram-simple, then {DRAFT_MODEL}": (*NGRAM, *MODEL),
     f"suffix, then {DRAFT_MODEL}": (*SHORT_SUFFIX, *STAGE, *MODEL),
 }
-REPACKED = " -rtr"
-FLAGS: Mapping[str, tuple[str, ...]] = {
-    **DRAFTING,
-    **{name + REPACKED: (*flags, "-rtr") for name, flags in DRAFTING.items()},
-}
+REPACKED = {f"{name} -rtr": (*flags, "-rtr") for name, flags in DRAFTING.items()}
+FLAGS: Mapping[str, tuple[str, ...]] = {**DRAFTING, **REPACKED}
+"""What its server is started with, by mode."""
 SLACK = 64
 """Tokens that are asked beyond those that are wanted: it cuts the whole draft that passes the end."""
 BUILD_INFO = """set(BUILD_NUMBER 0)
