@@ -38,7 +38,8 @@ constexpr int HALVES = 2;  // bfloat16 numbers of a unit
 #else
 constexpr int HALVES = 1;
 #endif
-constexpr int PANEL = LANES * VECTORS, TILE = 6, PART = 32 * HALVES, BLOCK = 256, COLUMNS = 16;
+constexpr int PANEL = LANES * VECTORS, TILE = 6, BLOCK = 256, COLUMNS = 16;
+constexpr int PART = PANEL > 32 * HALVES ? PANEL : 32 * HALVES;  // keys that are packed at once
 static_assert(PART % PANEL == 0 && BLOCK % PART == 0);
 constexpr float LOG2E = 1.44269504088896340736f;
 constexpr float HIDDEN = -1e30f;  // a mask adds less where a key is not seen
@@ -50,6 +51,13 @@ typedef uint16_t Half;
 typedef uint16_t HalfLanes __attribute__((vector_size(2 * LANES), may_alias, aligned(2)));
 
 inline Lanes splat(float x) { return Lanes{} + x; }
+
+// A unit in all lanes, whose bits need not be those of a number.
+inline Lanes all_lanes(const float *unit) {
+    int32_t bits;
+    memcpy(&bits, unit, 4);
+    return (Lanes)(Ints{} + bits);
+}
 
 // a * b + c, rounded once where the machine can, in every place alike.
 inline Lanes fma(Lanes a, Lanes b, Lanes c) {
@@ -86,13 +94,10 @@ template <class T> struct Kind;
 template <> struct Kind<float> {
     static constexpr int PER = 1, WORD = 1;
     static void interleave(const float *first, const float *, int64_t count, float *to) { memcpy(to, first, 4 * count); }
-    static Lanes mac(Lanes sum, float a, Lanes b) { return fma(splat(a), b, sum); }
+    static Lanes mac(Lanes sum, Lanes a, Lanes b) { return fma(a, b, sum); }
 };
 
 #if defined(__AVX512F__) && defined(__AVX512BF16__)
-inline Lanes dot(Lanes sum, float a, Lanes b) {
-    return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512)splat(a), (__m512bh)(__m512)b);
-}
 template <> struct Kind<Half> {
     static constexpr int PER = 2, WORD = 2;
     static void interleave(const Half *first, const Half *second, int64_t count, float *to) {
@@ -102,7 +107,9 @@ template <> struct Kind<Half> {
             *(Ints *)(to + i) = low | (high << 16);
         }
     }
-    static Lanes mac(Lanes sum, float a, Lanes b) { return dot(sum, a, b); }
+    static Lanes mac(Lanes sum, Lanes a, Lanes b) {
+        return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512)a, (__m512bh)(__m512)b);
+    }
 };
 #else
 template <> struct Kind<Half> {
@@ -111,7 +118,7 @@ template <> struct Kind<Half> {
         for (int64_t i = 0; i < count; i += LANES)
             *(Ints *)(to + i) = __builtin_convertvector(*(const HalfLanes *)(first + i), Ints) << 16;
     }
-    static Lanes mac(Lanes sum, float a, Lanes b) { return fma(splat(a), b, sum); }
+    static Lanes mac(Lanes sum, Lanes a, Lanes b) { return fma(a, b, sum); }
 };
 #endif
 
@@ -130,7 +137,7 @@ inline void tile(float *sums, int64_t step, const float *a, int64_t a_step, cons
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-            for (int n = 0; n < N; n++) sum[r][n] = Kind<T>::mac(sum[r][n], a[r * a_step + u], lanes[n]);
+            for (int n = 0; n < N; n++) sum[r][n] = Kind<T>::mac(sum[r][n], all_lanes(a + r * a_step + u), lanes[n]);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
@@ -604,7 +611,7 @@ void attend(const Call &c) {
 #pragma omp parallel num_threads(threads)
         {
             const NoSubnormals flush;
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
             for (int64_t t = 0; t < tasks; t++) whole(t);
         }
     } else {
@@ -620,7 +627,7 @@ void attend(const Call &c) {
                 if (each / blocks != before) worker.read_queries(q), before = each / blocks;
                 worker.block(q, each % blocks, State(states + each * size, worker.count(q)));
             }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
             for (int64_t t = 0; t < tasks; t++) {
                 const Queries q = queries(t);
                 const int64_t n = worker.count(q);
