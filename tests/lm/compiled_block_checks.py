@@ -26,14 +26,17 @@ KINDS = {"q_proj": "Q4_0", "k_proj": "Q4_1", "v_proj": "Q8_0", "o_proj": "Q5_1",
 
 
 def llama(dtype: torch.dtype) -> LlamaForCausalLM:
-    """A random Llama whose linear layers and embedding are packed, and have blocks of several kinds."""
+    """A random Llama whose embedding and linear layers are packed, and have blocks of several kinds. In bfloat16 the
+    layers of its MLP are plain.
+    """
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": SIZE, "intermediate_size": 96, "max_position_embeddings": 512}
     heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True)).to(dtype).eval()
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if type(layer) is nn.Linear and name != "lm_head":
+            plain = dtype == torch.bfloat16 and parent is model.model.layers[0].mlp
+            if type(layer) is nn.Linear and name != "lm_head" and not plain:
                 weight = blocks(KINDS.get(name, "Q4_0"), *layer.weight.shape)
                 bias = None if layer.bias is None else torch.randn(layer.out_features).to(dtype)
                 setattr(parent, name, BlockLinear(weight, bias))

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.lm.forwards import merged
-from outrider.lm.forwards.merged import merge
+from outrider.lm.forwards.merged import as_blocks, merge
 from outrider.lm.forwards.twin import twin
 from outrider.lm.weights.blocks import BlockWeight
 from outrider.lm.weights.linear import BlockLinear
@@ -88,3 +88,18 @@ def test_packed_layers_of_several_kinds_share_a_product_and_keep_their_weights_w
     assert kinds == {"a": "_First", "b": "_Other", "c": "_Other", "plain": "Linear"}
     assert [data.data_ptr() for name, data in model.a.named_buffers() if name.endswith("data")] == places
     assert all(map(torch.equal, model(states), before))
+
+
+def test_plain_layers_in_bfloat16_compute_from_blocks_and_the_bits_of_a_row_are_its_own() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(64, 40), "narrow": nn.Linear(48, 3), "wide": nn.Linear(64, 5).float()})
+    model["inner"], states = nn.ModuleDict({"tied": model["a"]}), torch.randn(7, 64).bfloat16()
+    model["a"].bfloat16(), model["narrow"].bfloat16()
+    before = model["a"].float()(states.float())
+    model["a"].bfloat16()
+    as_blocks(model)
+    assert [type(model[name]).__name__ for name in ("a", "narrow", "wide")] == ["BlockLinear", "Linear", "Linear"]
+    assert model["inner"]["tied"] is model["a"]
+    rows = model["a"](states)
+    assert torch.allclose(rows.float(), before, atol=0.02)
+    assert all(torch.equal(model["a"](row[None])[0], outputs) for row, outputs in zip(states, rows, strict=True))

@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.lm.fingerprint import fingerprint, shape_of, weights_of
 from outrider.lm.forwards.grouped import group
 from outrider.lm.forwards.kept import keep_rotations
+from outrider.lm.forwards.merged import as_blocks
 from outrider.lm.forwards.twin import twin
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.cache_keyword import cache_keyword
@@ -100,8 +102,10 @@ class TracedModel(nn.Module):
         super().__init__()
         self.twin = model = twin(whose.model)
         self._cache, self._kind, self._builder = cache_keyword(type(model)), kind, builder
-        group(model)
         keep_rotations(model)
+        if not torch.cpu._is_amx_tile_supported():
+            as_blocks(model)
+        group(model)
         if whose.widest is not None:
             model.set_experts_implementation("batched_mm")
         seen: dict[int, Tensor] = {}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from outrider.lm.hf.weights import plain
+from outrider.lm.weights.blocks import KINDS, BlockWeight
 from outrider.lm.weights.linear import BlockLinear
 from outrider.lm.weights.operators import block_linear
 
@@ -42,6 +43,24 @@ def merge(model: nn.Module, run: Callable[[], object]) -> None:
             model.set_submodule(names[id(layer)], _Other(outputs))
 
 
+def as_blocks(model: nn.Module) -> None:
+    """Let plain linear layers in bfloat16 compute from copies of their weights by the kernel for packed weights, in
+    place. The bits of a row then do not depend on other rows, and one parallel loop serves layers that are merged.
+
+    Args:
+        model: A model whose modules nothing else uses.
+    """
+    group = KINDS["BF16"].weights
+    copies: dict[int, BlockLinear] = {}
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if plain(layer) and layer.weight.dtype == torch.bfloat16 and layer.in_features % group == 0:
+                if id(layer) not in copies:
+                    weight = BlockWeight.of_gguf(layer.weight.detach().contiguous().view(torch.uint8), "BF16")
+                    copies[id(layer)] = BlockLinear(weight, None if layer.bias is None else layer.bias.detach())
+                setattr(parent, name, copies[id(layer)])
+
+
 class _First(nn.Module):
     """The first of some linear layers: it computes all of them, and leaves the outputs of the others to them."""
 
@@ -50,7 +69,8 @@ class _First(nn.Module):
         biases = [layer.bias for layer in layers if layer.bias is not None]
         bias = torch.cat([each.detach() for each in biases]) if biases else None
         blocks = [layer for layer in layers if isinstance(layer, BlockLinear)]
-        self.product = _JoinedBlocks(blocks, bias) if blocks else _JoinedLinear(layers, bias)
+        plain_layers = [layer for layer in layers if isinstance(layer, nn.Linear)]
+        self.product = _JoinedBlocks(blocks, bias) if blocks else _JoinedLinear(plain_layers, bias)
         self._sizes, self._outputs = [layer.out_features for layer in layers], outputs
 
     def forward(self, states: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch first"]:
@@ -64,7 +84,7 @@ class _First(nn.Module):
 class _JoinedLinear(nn.Module):
     """One product with copies of the weights of several layers, one behind another."""
 
-    def __init__(self, layers: Sequence[_Layer], bias: Float[Tensor, " all"] | None) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], bias: Float[Tensor, " all"] | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
