@@ -9,6 +9,7 @@ from outrider.core.inputs import unknown
 from outrider.decoding.protocol import Parts
 from outrider.drafters.protocol import Drafter
 from outrider.lengths.costs import CostTable, StepCost
+from outrider.lm.weights.plain import num_packed
 
 BYTES = 2
 """Bytes of a weight and of a cached key or value: bfloat16."""
@@ -71,7 +72,7 @@ class Weights:
         """The size of modules, by their parameters and by the config of the first that has one."""
         named = {name: each for module in modules.values() for name, each in module.named_parameters()}
         experts = sum(each.numel() for name, each in named.items() if "experts." in name and "shared" not in name)
-        whole = sum(each.numel() for each in named.values())
+        whole = sum(each.numel() for each in named.values()) + sum(map(num_packed, modules.values()))
         config = next((module.config for module in modules.values() if hasattr(module, "config")), None)
 
         def read(*names: str) -> int:

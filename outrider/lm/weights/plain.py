@@ -26,6 +26,13 @@ def has_blocks(module: nn.Module) -> bool:
     return any(isinstance(part, BlockLinear | BlockEmbedding) for part in module.modules())
 
 
+def num_packed(module: nn.Module) -> int:
+    """Weights that stay packed in a module's layers. Those that layers share count once."""
+    layers = [part for part in module.modules() if isinstance(part, BlockLinear | BlockEmbedding)]
+    matrices = {id(layer.blocks.data): layer.blocks for layer in layers}
+    return sum(matrix.out_features * matrix.in_features for matrix in matrices.values())
+
+
 def copied(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """A copy of a model in another dtype, all of whose layers have plain weights."""
     layers = [part for part in model.modules() if isinstance(part, BlockLinear | BlockEmbedding)]
