@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -65,6 +66,33 @@ def alone_and_among(lm: LanguageModel) -> dict[str, int]:
     return found
 
 
+def behind_and_among(lm: LanguageModel) -> dict[str, int]:
+    """By what stands beside a token behind 300 others, and threads, how many of its logits differ from those alone."""
+    text = torch.arange(340) * 37 % VOCAB
+    prefix, found, threads = lm.open(), dict[str, int](), torch.get_num_threads()
+    lm.extend([Segment(slot=prefix, tokens=text[:300], logits="none")])
+    lm.commit({prefix: range(300)})
+    company = {
+        "alone": ([300], None),
+        "chain of 5": (range(300, 305), None),
+        "chain of 20": (range(300, 320), None),
+        "tree": ([9, 300, 8, 7], np.array([-1, -1, 0, 1])),
+    }
+    alone: Tensor | None = None
+    for number in (1, 2):
+        torch.set_num_threads(number)
+        for name, (tokens, parents) in company.items():
+            slot = lm.copy(prefix, 300)
+            rows = lm.extend([Segment(slot=slot, tokens=text[list(tokens)], parents=parents)]).logits
+            row = rows[list(tokens).index(300)].clone()
+            lm.release(slot)
+            alone = row if alone is None else alone
+            found[f"{name}, {number} threads"] = int((row != alone).sum())
+    torch.set_num_threads(threads)
+    lm.release(prefix)
+    return found
+
+
 def firsts(lm: LanguageModel, tokens: Tensor) -> Tensor:
     """The logits behind each of some tokens, which stand alone in slots of their own, in one forward."""
     slots = [lm.open() for _ in tokens]
@@ -107,7 +135,7 @@ def main() -> None:
         before = compiled.num_compiled_forwards
         results: dict[str, object] = {"differences": differences(plain, compiled, ())}
         results["compiled"] = compiled.num_compiled_forwards > before
-        results["differing"] = alone_and_among(compiled)
+        results["differing"] = alone_and_among(compiled) | behind_and_among(compiled)
         results["own"] = own_tensors(compiled)
         results["at hand"] = at_hand(compiled)
         if dtype == torch.float32:

@@ -10,8 +10,8 @@ from outrider.lm.forwards.attend import attend, attends, plain_attend
 
 CASTS = True
 MOST = {torch.bfloat16: 3.5e-3, torch.float32: 3e-6}
-"""Most relative error of all outputs together. In bfloat16 outputs are rounded to eight bits, which is 1.7e-3; where the
-machine multiplies bfloat16, weights are too, and it is 2.2e-3."""
+"""Most relative error of all outputs together. In bfloat16 outputs are rounded to eight bits, which is 1.7e-3. Where
+the machine multiplies bfloat16, weights are too, and it is 2.2e-3."""
 DTYPES = sorted(MOST, key=str)
 MASKS = ("none", "bool", "window", "tree", "added", "by head")
 SHAPES = [

@@ -1,8 +1,9 @@
 """Torch's operator `outrider::attend`: attention of few queries over many keys, by a kernel of our own on CPUs.
 
 What a query reads has the same bits alone and among other queries, slots and threads, and in views of any length that
-hold the keys that it sees. torch's own kernels add in another order for one query and for several, and split queries
-and keys by their numbers.
+hold the keys that it sees. A node of a tree reads the same bits as in a chain, if it sees any key before the tree and
+the positions of the keys that it sees are consecutive. torch's own kernels add in another order for one query and for
+several, and split queries and keys by their numbers.
 """
 
 import ctypes
