@@ -85,21 +85,21 @@ def copies(weight: Tensor, megabytes: int) -> list[Tensor]:
     return [weight.clone() for _ in range(-(-megabytes * 1_000_000 // weight.nbytes))]
 
 
-def product(way: str, features: int, out: int, plan: Plan) -> tuple[int, Callable[[Tensor], None]]:
+def product(way: str, features: int, out: int, plan: Plan) -> tuple[int, Callable[[Tensor], object]]:
     """Bytes that are read, and what reads them once."""
     if way == MEMORY:
         everything = torch.ones(plan.megabytes * 250_000)
-        return everything.nbytes, lambda _: everything.sum() and None
+        return everything.nbytes, lambda _: everything.sum()
     if way == BFLOAT16:
         plain = copies(torch.randn(out, features).to(torch.bfloat16), plan.megabytes)
-        return sum(each.nbytes for each in plain), lambda states: [F.linear(states, each) for each in plain] and None
+        return sum(each.nbytes for each in plain), lambda states: [F.linear(states, each) for each in plain]
     weight = random_blocks(way, features, out)
     packed = [
         BlockWeight(kind=way, out_features=out, in_features=features, data=data)
         for data in copies(weight.data, plan.megabytes)
     ]
     count = sum(each.data.nbytes for each in packed)
-    return count, lambda states: [block_linear(states, [each], None) for each in packed] and None
+    return count, lambda states: [block_linear(states, [each], None) for each in packed]
 
 
 def measured(way: str, features: int, out: int, plan: Plan) -> list[dict[str, Any]]:
@@ -156,7 +156,8 @@ def main(plan: Plan) -> list[dict[str, Any]]:
     jobs = [Label(name=f"{features}x{out}", value=(features, out)) for features, out in plan.chosen_shapes]
 
     def one(turn: Turn[Label, Label]) -> Row:
-        figures = measured(turn.way.name, *turn.job.value, plan)
+        features, out = turn.job.value
+        figures = measured(turn.way.name, features, out, plan)
         return {"way": turn.way.name, "job": turn.job.name, "figures": figures}
 
     with folder(plan.out, "products", vars(plan)) as place, torch.inference_mode():

@@ -100,7 +100,7 @@ def native_linear(
         bias = bias.float().contiguous()
     out = states.new_empty((*states.shape[:-1], sum(sizes)), dtype=dtype)
     count = len(kinds)
-    failed = _kernels().outrider_block_linear(
+    failed = _built().outrider_block_linear(
         rows.data_ptr(),
         TYPES[rows.dtype],
         len(rows),
@@ -138,7 +138,7 @@ def _rows(ids: Tensor, blocks: Tensor, kind: int, size: int, features: int, dtyp
         return rows.unflatten(0, ids.shape) if ids.dim() else rows.squeeze(0)
     ids = ids.long().contiguous()
     out = blocks.new_empty((*ids.shape, features), dtype=dtype if dtype in TYPES else torch.float32)
-    failed = _kernels().outrider_block_rows(
+    failed = _built().outrider_block_rows(
         ids.data_ptr(), ids.numel(), blocks.data_ptr(), kind, size, features, out.data_ptr(), TYPES[out.dtype]
     )
     if failed:
@@ -149,6 +149,14 @@ def _rows(ids: Tensor, blocks: Tensor, kind: int, size: int, features: int, dtyp
 def has_kernels() -> bool:
     """Whether the functions of `kernels.cpp` compute products on a CPU; otherwise torch does, slowly."""
     return _kernels() is not None
+
+
+def _built() -> ctypes.CDLL:
+    """The functions of `kernels.cpp`, where they can be built."""
+    library = _kernels()
+    if library is None:
+        raise RuntimeError("the kernels of packed weights are not built, because there is no C++ compiler")
+    return library
 
 
 @functools.cache
