@@ -12,7 +12,7 @@ from outrider.core.inputs import unknown
 from outrider.serve.api.bodies import DrafterBody
 from outrider.serve.api.gateway import Gateway, gateway_of
 from outrider.serve.api.openapi import CHECKED, body_of
-from outrider.serve.api.read import save
+from outrider.serve.api.read import read, save
 from outrider.serve.api.sse import json_response
 from outrider.serve.errors import ServeError, refuse
 from outrider.serve.keys import Keys
@@ -33,7 +33,7 @@ OF_WEIGHTS = {
 async def swap(request: Request) -> Response:
     """Use a drafter of the server's list for requests that name none. Running requests keep theirs."""
     gateway = _allowed(request)
-    asked, drafters = (await gateway.read(request, DrafterBody)).drafter, gateway.service.drafters
+    asked, drafters = (await read(request, DrafterBody, gateway.service.limits)).drafter, gateway.service.drafters
     if asked not in drafters:
         refuse("drafter", str(unknown("drafter", asked, drafters)))
     await gateway.service.swap(drafters[asked])

@@ -14,6 +14,7 @@ from outrider.serve.api.gateway import Gateway, gateway_of
 from outrider.serve.api.grammars import ToolUse
 from outrider.serve.api.openapi import POSTED, body_of
 from outrider.serve.api.prompts import chat_prompt
+from outrider.serve.api.read import read
 from outrider.serve.api.request import (
     ClientRequest,
     admitted,
@@ -34,7 +35,7 @@ router = APIRouter()
 async def chat(request: Request) -> Response:
     """Answer the messages of a conversation."""
     gateway = gateway_of(request)
-    body = admitted(gateway, request, await gateway.read(request, ChatBody))
+    body = admitted(gateway, request, await read(request, ChatBody, gateway.service.limits))
     return await respond(gateway, request, await chat_request(gateway, body), ChatWriter)
 
 

@@ -16,6 +16,7 @@ from outrider.serve.api.bodies import CompletionBody
 from outrider.serve.api.call import Writer, respond, while_there
 from outrider.serve.api.gateway import Gateway, gateway_of
 from outrider.serve.api.openapi import POSTED, body_of
+from outrider.serve.api.read import read
 from outrider.serve.api.request import ClientRequest, RequestPrompt, admitted, answer_format, request_of
 from outrider.serve.api.sse import BLANK, DONE, IDS, Form, event
 from outrider.serve.api.tokens import Offsets
@@ -33,7 +34,7 @@ USUAL_MOST = 16
 async def complete(request: Request) -> Response:
     """Continue texts or lists of token ids."""
     gateway = gateway_of(request)
-    body = admitted(gateway, request, await gateway.read(request, CompletionBody))
+    body = admitted(gateway, request, await read(request, CompletionBody, gateway.service.limits))
     return await respond(gateway, request, await completion_request(gateway, request, body), CompletionWriter)
 
 

@@ -7,14 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
-from typing import TypeVar
 
-import pydantic
 from starlette.requests import Request
 
 from outrider import catalog
 from outrider.decoding.protocol import Parts
-from outrider.serve.api.read import read
 from outrider.serve.api.tokens import Vocabulary
 from outrider.serve.errors import ServeError
 from outrider.serve.ids import request_id
@@ -24,7 +21,6 @@ from outrider.serve.run.parser import OutputParser
 from outrider.serve.run.service import Service
 from outrider.serve.settings import HttpSettings
 
-Body = TypeVar("Body", bound=pydantic.BaseModel)
 MOST_UNKNOWN = 1000
 """Most unknown fields of requests that are logged."""
 log = logging.getLogger("outrider.serve")
@@ -92,11 +88,6 @@ class Gateway:
         self._fingerprints.clear()
         self._fingerprints[id(parts)] = parts, fingerprint
         return fingerprint
-
-    async def read(self, request: Request, model: type[Body]) -> Body:
-        """The body of a request."""
-        limits = self.service.limits
-        return await read(request, model, most_bytes=limits.max_body_bytes, most_depth=limits.max_json_depth)
 
     def check_model(self, name: str | None) -> None:
         """Raise ServeError for a model that is not served."""

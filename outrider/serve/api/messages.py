@@ -9,6 +9,7 @@ from outrider.serve.api.gateway import gateway_of
 from outrider.serve.api.messages_body import CountRequest, MessagesRequest
 from outrider.serve.api.messages_writer import MessageWriter
 from outrider.serve.api.openapi import ANTHROPICS_ERROR, CHECKED, MESSAGES, answers, body_of, errors
+from outrider.serve.api.read import read
 from outrider.serve.api.request import AnswerFormat, admitted, request_of
 from outrider.serve.api.sse import json_response
 
@@ -20,7 +21,7 @@ COUNTED = errors(*(int(status) for status in CHECKED), schema=ANTHROPICS_ERROR) 
 async def messages(request: Request) -> Response:
     """Answer the messages of a conversation."""
     gateway = gateway_of(request)
-    body = admitted(gateway, request, await gateway.read(request, MessagesRequest))
+    body = admitted(gateway, request, await read(request, MessagesRequest, gateway.service.limits))
     body.check()
     tools = body.tool_use(gateway)
     asked = await request_of(
@@ -40,7 +41,7 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of the prompt that a request would have, tools included."""
     gateway = gateway_of(request)
-    body = await gateway.read(request, CountRequest)
+    body = await read(request, CountRequest, gateway.service.limits)
     gateway.check_model(body.model)
     prompt = body.prompt(gateway, body.tool_use(gateway))
     return json_response({"input_tokens": len(await gateway.service.encode_chat(prompt))})

@@ -16,6 +16,7 @@ from outrider.serve.api.gateway import Gateway, gateway_of
 from outrider.serve.api.grammars import ToolUse
 from outrider.serve.api.openapi import CHECKED, answers, body_of, errors
 from outrider.serve.api.prompts import chat_prompt
+from outrider.serve.api.read import read
 from outrider.serve.api.sse import json_response
 from outrider.serve.errors import refuse
 
@@ -52,7 +53,7 @@ async def model(request: Request, name: str) -> Response:
 async def tokenize(request: Request) -> Response:
     """The token ids of a text or a conversation."""
     gateway = gateway_of(request)
-    body = await gateway.read(request, TokenizeBody)
+    body = await read(request, TokenizeBody, gateway.service.limits)
     gateway.check_model(body.model)
     tokens = await _tokens(gateway, body)
     answer = {"count": len(tokens), "max_model_len": gateway.service.max_context, "tokens": tokens, "token_strs": None}
@@ -65,7 +66,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     gateway = gateway_of(request)
-    body = await gateway.read(request, DetokenizeBody)
+    body = await read(request, DetokenizeBody, gateway.service.limits)
     gateway.check_model(body.model)
     width = gateway.service.engine.parts.target.vocab_size
     if any(not 0 <= token < width for token in body.tokens):

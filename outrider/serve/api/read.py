@@ -11,18 +11,15 @@ from starlette.requests import ClientDisconnect, Request
 
 from outrider.core.inputs import shown
 from outrider.serve.errors import ServeError, refuse
+from outrider.serve.limits import Limits
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 MOST_ERRORS = 10
 """Most wrong fields that an answer lists."""
 
 
-async def read(request: Request, model: type[Body], *, most_bytes: int, most_depth: int) -> Body:
-    """The request's body.
-
-    Args:
-        most_bytes: Longest body.
-        most_depth: Deepest nesting of its JSON.
+async def read(request: Request, model: type[Body], limits: Limits) -> Body:
+    """The request's body. Reading stops as soon as it is too long, whatever its header says.
 
     Raises:
         ServeError: The body is too long, not JSON, or its fields are wrong.
@@ -30,7 +27,8 @@ async def read(request: Request, model: type[Body], *, most_bytes: int, most_dep
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ServeError(415, f"the body must be JSON (Content-Type: application/json), got {shown(kind)}")
-    value = parsed(await whole(request, most_bytes), most_depth)
+    body = b"".join([chunk async for chunk in _chunks(request, limits.max_body_bytes)])
+    value = parsed(body, limits.max_json_depth)
     if not isinstance(value, dict):
         refuse(None, "the body must be a JSON object", "invalid_json")
     return checked(model, value)
@@ -79,11 +77,6 @@ async def save(request: Request, place: Path, most: int) -> None:
     with place.open("wb") as file:
         async for chunk in _chunks(request, most):
             await asyncio.to_thread(file.write, chunk)
-
-
-async def whole(request: Request, most: int) -> bytes:
-    """The body. Stops reading as soon as it is too long, whatever its header says."""
-    return b"".join([chunk async for chunk in _chunks(request, most)])
 
 
 async def _chunks(request: Request, most: int) -> AsyncIterator[bytes]:

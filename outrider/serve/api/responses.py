@@ -9,6 +9,7 @@ from starlette.responses import Response
 from outrider.serve.api.call import respond
 from outrider.serve.api.gateway import gateway_of
 from outrider.serve.api.openapi import POSTED, body_of, errors
+from outrider.serve.api.read import read
 from outrider.serve.api.request import AnswerFormat, admitted, request_of
 from outrider.serve.api.responses_body import ResponsesRequest
 from outrider.serve.api.responses_writer import ResponseWriter
@@ -22,7 +23,7 @@ UNSTORED = errors(401, 404)
 async def responses(request: Request) -> Response:
     """Answer an input of messages, calls and their outputs."""
     gateway = gateway_of(request)
-    body = admitted(gateway, request, await gateway.read(request, ResponsesRequest))
+    body = admitted(gateway, request, await read(request, ResponsesRequest, gateway.service.limits))
     body.check(gateway.service.limits.max_logprobs)
     tools = body.tool_use(gateway)
     asked = await request_of(

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict
 from outrider import catalog
 from outrider.decoding.protocol import Parts
 from outrider.drafters.none import NoDrafter
-from outrider.engine.output import Output, Times
+from outrider.engine.output import Output
 from outrider.serve.api.gateway import Gateway
 from outrider.serve.observe.record import OutputTally
 from outrider.serve.run.outputs import OutputStream
@@ -78,25 +78,14 @@ def usage_so_far(output: OutputStream) -> TokenUsage:
 
 
 def metrics_of(gateway: Gateway, outputs: Sequence[OutputStream]) -> dict[str, Any] | None:
-    """The speed of a request; None if it has several outputs or nobody wants to know."""
+    """The speed of a request; None if it has several outputs or nobody wants to know. Times are milliseconds, with
+    vLLM's meanings: the first token is timed from the start of the prompt, not from the request's arrival.
+    """
     detail, one = gateway.settings.request_metrics, outputs[0]
     if detail == "none" or len(outputs) > 1 or one.output is None or one.times is None:
         return None
-    return metrics(one.tally, one.times, one.output, gateway.service.engine.parts, one.task.speculation, detail)
-
-
-def metrics(
-    tally: OutputTally,
-    times: Times,
-    output: Output,
-    parts: Parts,
-    asked: RequestSpeculation,
-    detail: Literal["summary", "detailed"],
-) -> dict[str, Any]:
-    """The speed of one output. Times are milliseconds, with vLLM's meanings: the first token is timed from the start of
-    the prompt, not from the request's arrival.
-    """
-    tokens = len(output.tokens)
+    tally, times, output, asked = one.tally, one.times, one.output, one.task.speculation
+    parts, tokens = gateway.service.engine.parts, len(output.tokens)
     admitted = times.queued if times.admitted is None else times.admitted
     first = times.last if times.first is None else times.first
     timed = first is not None and times.last is not None

@@ -17,6 +17,7 @@ from outrider.serve.api.errors import openai_error, served
 from outrider.serve.api.gateway import Gateway, gateway_of
 from outrider.serve.api.openapi import OPENAIS, answers, body_of, errors
 from outrider.serve.api.prompts import messages_of
+from outrider.serve.api.read import read
 from outrider.serve.api.request import RequestPrompt, admitted, answer_format, request_of
 from outrider.serve.api.sse import DONE, EventStream, event
 from outrider.serve.errors import ServeError, refuse
@@ -82,7 +83,7 @@ async def stream(request: Request) -> EventStream:
     recovered, bonus or plain.
     """
     gateway = gateway_of(request)
-    body = admitted(gateway, request, await gateway.read(request, PageBody))
+    body = admitted(gateway, request, await read(request, PageBody, gateway.service.limits))
     task = await _task(gateway, request, body)
     trees = trees_of(request) if body.tree else None
     [ticket] = gateway.service.submit([task])
