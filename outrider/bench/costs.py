@@ -1,24 +1,18 @@
-"""The costs of drafting and verifying on this machine, and how often each child of a node is the accepted one."""
+"""The costs of drafting and verifying on this machine."""
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from outrider.core.deadline import ENDLESS, Deadline
 from outrider.core.progress import task
-from outrider.core.types import InputError, Sampling
-from outrider.decoding.protocol import Cycle
+from outrider.core.types import InputError
 from outrider.decoding.step import StepDecoding
 from outrider.engine.engine import Engine
 from outrider.lengths.costs import StepCost
-from outrider.lengths.fixed import FixedLength
 from outrider.plan.probe import CONTEXT, REPEATS, WARM_UP, StepProbe, StepShape
 from outrider.trees.chain import ChainTree
-from outrider.trees.gumbel import GumbelTree
 from outrider.verifiers.match import MatchVerifier
-from outrider.verifiers.recursive import RecursiveVerifier
 
 LENGTHS = (1, 4, 8, 16)
 """Draft lengths to time."""
@@ -114,34 +108,3 @@ def measure_costs(engine: Engine, *, rounds: int = 3, num_requests: int = 1, unt
     one = statistics.median(target[0])
     slopes = [(statistics.median(target[n]) - one) / n for n in LENGTHS if target[n]]
     return Costs(draft=statistics.median(drafter) / one, token=max(0.0, statistics.median(slopes)) / one)
-
-
-def measure_acceptance(
-    engine: Engine, prompts: Sequence[Sequence[int]], *, width: int = 4, max_new_tokens: int = 64, seed: int = 0
-) -> list[float]:
-    """How often the 1st, 2nd, ... child drawn without replacement is the accepted one, at temperature 1."""
-    seen: list[int] = []
-
-    def watch(cycle: Cycle) -> None:
-        """Note which of the root's children was accepted, -1 for none, where there were as many as asked for."""
-        draft = cycle.draft
-        for request in range(draft.num_requests):
-            if draft.num_draft_tokens(request) == width:
-                first = int(cycle.verdict.paths[request, 0])
-                seen.append(first - int(draft.offsets[request]) - 1 if first >= 0 else -1)
-
-    parts = replace(
-        engine.parts,
-        tree=GumbelTree(branching=(width,)),
-        verifier=RecursiveVerifier(),
-        length=FixedLength(num_speculative_tokens=1),
-        decoding=StepDecoding(),
-    )
-    recorded = Engine(parts, eos_ids=engine.eos_ids, max_slots=engine.max_slots)
-    recorded.watch = watch
-    samplings = [Sampling(temperature=1.0, seed=seed + i) for i in range(len(prompts))]
-    recorded.generate(prompts, max_new_tokens=max_new_tokens, sampling=samplings)
-    recorded.rest()
-    if not seen:
-        raise InputError("no step drafted as many children as asked for; give longer outputs")
-    return (np.bincount(np.array(seen) + 1, minlength=width + 1)[1:] / len(seen)).tolist()

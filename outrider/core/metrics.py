@@ -54,11 +54,6 @@ def conditional_rates(counts: Sequence[tuple[int, int]]) -> list[float]:
     return rates
 
 
-def mbsu(efficiency: float, num_draft_calls: float, parameter_ratio: float) -> float:
-    """Memory-bound speedup: block efficiency / (draft calls x draft parameters / target parameters + 1)."""
-    return efficiency / (num_draft_calls * parameter_ratio + 1)
-
-
 def efficiency(speedup: float, block: float, v: float, c: float, num_draft_calls: float) -> float:
     """Speedup over what bare forwards would give: speedup / (block_efficiency / (v + c x draft calls)).
 

@@ -24,21 +24,6 @@ class ExpectedAccepted:
     block: Float[np.ndarray, " steps"]
     bound: Float[np.ndarray, " steps"]
 
-    @property
-    def token_mean(self) -> float:
-        """Estimate of E[tau] under token verification."""
-        return float(self.token.mean())
-
-    @property
-    def block_mean(self) -> float:
-        """Estimate of E[tau] under block verification."""
-        return float(self.block.mean())
-
-    @property
-    def bound_mean(self) -> float:
-        """Estimate of the highest E[tau]."""
-        return float(self.bound.mean())
-
 
 def expected_accepted(log_ratios: Float[np.ndarray, "steps gamma"]) -> ExpectedAccepted:
     r"""Expected accepted tokens of three rules from one trace, without a second run and without random numbers.

@@ -1,30 +1,20 @@
-"""Costs are positive numbers in units of a forward; acceptance by rank is a share of steps."""
+"""Costs are positive numbers in units of a forward."""
 
 import pytest
 
 import outrider
-from outrider.bench.costs import Costs, measure_acceptance, measure_costs
+from outrider.bench.costs import Costs, measure_costs
 from outrider.core.types import InputError
 from outrider.lengths.planned import PlannedLength
-from outrider.trees.fixed import FixedTree, best_topology
 
 
-def test_costs_and_acceptance_of_the_embedded_pair_make_a_length_and_a_topology():
+def test_costs_of_the_embedded_pair_make_a_length():
     engine = outrider.load(max_slots=2)
-    prompt = engine.encode("Once upon a time there was a")
     costs = measure_costs(engine, rounds=1)
     assert costs.draft > 0
     assert costs.token >= 0
     policy = PlannedLength(draft_cost=costs.draft, token_cost=costs.token)
     assert 1 <= policy.limit(policy.open()) <= policy.most
-    acceptance = measure_acceptance(engine, [prompt, prompt], width=3, max_new_tokens=40)
-    assert len(acceptance) == 3
-    assert 0 < sum(acceptance) <= 1
-    assert acceptance[0] == max(acceptance)
-    children = best_topology(acceptance, 12, 5, costs.draft, costs.target(13))
-    tree = FixedTree(children=children)
-    better = outrider.load(tree=tree, length="fixed:5")
-    assert better.generate([prompt], max_new_tokens=8)[0].tokens
 
 
 def test_costs_of_a_batch_are_those_of_its_own_forwards():

@@ -45,4 +45,3 @@ def test_no_steps_have_no_efficiency():
 def test_efficiency_is_one_where_only_bare_forwards_cost():
     v, c, calls, block = 1.1, 0.12, 4, 2.9
     assert metrics.efficiency(block / (v + c * calls), block, v, c, calls) == pytest.approx(1)
-    assert metrics.mbsu(block, calls, 0.18) == pytest.approx(2.9 / 1.72)

@@ -216,7 +216,7 @@ def test_watched_acceptance_is_that_of_the_estimators() -> None:
             ratios.append([float(log_q[j - 1, tokens[j]] - log_p[j - 1, tokens[j]]) for j in places])
             agrees.append([bool(log_q[j - 1].argmax() == log_p[j - 1].argmax()) for j in places])
     assert found.num_steps == len(ratios)
-    estimate = expected_accepted(np.array(ratios)).token_mean
+    estimate = expected_accepted(np.array(ratios)).token.mean()
     assert found.block_efficiency == pytest.approx(1 + estimate, rel=1e-4)
     assert found.accepted_greedy == pytest.approx(np.cumprod(agrees, 1).mean(0))
 
