@@ -167,7 +167,7 @@ MASKS = (
     (r'"((?:time_to_first_token|generation_time|queue_time|mean_itl)_ms)":[\d.e+-]+', r'"\1":0'),
     (r'"(tokens_per_second|drafter_seconds|target_seconds|seconds)":[\d.e+-]+', r'"\1":0'),
     (r"-\d+\.\d+(e-\d+)?", "-0.0"),
-    (r": keep-alive\n\n", ""),
+    (r': keep-alive\n\n|event: ping\ndata: \{"type":"ping"\}\n\n', ""),
 )
 
 
