@@ -64,6 +64,7 @@ class ServerDriver(Driver):
             if self._process.poll() is not None:
                 self._log.seek(0)
                 words = self._log.read().decode(errors="replace")
+                self._log.close()
                 raise RuntimeError(f"the server ended with exit status {self._process.returncode}: {reason(words)}")
             time.sleep(0.05)
 

@@ -317,7 +317,7 @@ class Library(ABC):
             if foreign(exported) & shims.NAMES and not shims.load():
                 raise RuntimeError(WITHOUT_A_COMPILER)
             graph: Any = exported.module(check_guards=False)
-            with settings.patch(SERIAL if _products_are_ours(exported) else {}):  # type: ignore[attr-defined]
+            with settings.patch(SERIAL if _products_are_ours(exported) else {}):
                 written: Any = inductor.aot_compile(graph, *exported.example_inputs)
             paths = [Path(path) for path in written if isinstance(path, str)]
             source = next(path for path in paths if path.name.endswith(SOURCE)).read_text(encoding="utf-8")

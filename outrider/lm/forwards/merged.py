@@ -104,7 +104,7 @@ class _JoinedBlocks(nn.Module):
         self.register_buffer("bias", bias)
 
     def forward(self, states: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch all"]:
-        return block_linear(states, [layer.blocks for layer in self.layers], self.bias)
+        return block_linear(states, [layer.blocks for layer in self.layers if isinstance(layer, BlockLinear)], self.bias)
 
 
 class _Other(nn.Module):

@@ -86,9 +86,15 @@ async def stream(request: Request) -> EventStream:
     body = admitted(gateway, request, await read(request, PageBody, gateway.service.limits))
     task = await _task(gateway, request, body)
     trees = trees_of(request) if body.tree else None
-    [ticket] = gateway.service.submit([task])
+    # Before the task begins: its first step may end at once.
     if trees is not None:
         trees.open(task.id)
+    try:
+        [ticket] = gateway.service.submit([task])
+    except BaseException:
+        if trees is not None:
+            trees.close(task.id)
+        raise
 
     def close() -> None:
         ticket.cancel()

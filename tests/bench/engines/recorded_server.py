@@ -6,6 +6,7 @@ the same. It knows no suffix trees.
 
 import json
 import os
+import shlex
 import sys
 from argparse import ArgumentParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +18,7 @@ MILLISECONDS = {"prompt_ms": 50.0, "predicted_ms": 100.0}
 def wrapper(place: Path) -> Path:
     """A program that starts this file."""
     program = place / "llama-server"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, __file__])} "$@"\n')
     program.chmod(0o755)
     return program
 
