@@ -137,7 +137,9 @@ def main(
     if unknown := [name for name in wanted if name not in ("outrider", *SERVERS)]:
         raise InputError(f"unknown engine {unknown[0]!r}; available: outrider, {', '.join(SERVERS)}")
     text = "\n\n".join(file.read_text(encoding="utf-8") for file in TEXTS)
-    ids: list[int] = open_tokenizer(str(target)).encode(text, add_special_tokens=False)
+    if (tokenizer := open_tokenizer(str(target))) is None:
+        raise InputError(f"{target} has no tokenizer")
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     windows = [ids[i * window : (i + 1) * window] for i in range(-(-positions // (window - 1)))]
     with folder(
         out, "nearness", {"target": str(target), "positions": positions, "window": window, "top": top}

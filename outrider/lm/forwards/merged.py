@@ -104,7 +104,8 @@ class _JoinedBlocks(nn.Module):
         self.register_buffer("bias", bias)
 
     def forward(self, states: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch all"]:
-        return block_linear(states, [layer.blocks for layer in self.layers if isinstance(layer, BlockLinear)], self.bias)
+        weights = [layer.blocks for layer in self.layers if isinstance(layer, BlockLinear)]
+        return block_linear(states, weights, self.bias)
 
 
 class _Other(nn.Module):
