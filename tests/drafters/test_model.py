@@ -3,12 +3,14 @@
 import shutil
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 import outrider
 from outrider.core.types import Request, Running, Sampling
 from outrider.drafters.model import BACKLOG, ModelDrafter, ModelPath
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from outrider.lm.forwards.packed import keeps_bits
 from outrider.lm.slots import budget
 from outrider.lm.tabular import TabularLM, random_rows
 
@@ -36,7 +38,11 @@ def test_another_file_is_read(name, reads, tmp_path):
     assert reads == [str(tmp_path)]
 
 
-@pytest.mark.parametrize("forward", ["eager", "packed"])
+BFLOAT16 = keeps_bits(torch.device("cpu"), torch.bfloat16)
+NO_KERNELS = pytest.mark.skipif(not BFLOAT16, reason="this CPU has no kernels for bfloat16")
+
+
+@pytest.mark.parametrize("forward", ["eager", pytest.param("packed", marks=NO_KERNELS)])
 def test_a_text_may_hold_tokens_for_which_the_draft_model_has_no_row(forward, tmp_path):
     shutil.copytree(EMBEDDED_DRAFT, tmp_path, dirs_exist_ok=True)
     narrow = AutoModelForCausalLM.from_pretrained(EMBEDDED_DRAFT)

@@ -105,15 +105,15 @@ class SlottedLM(OverSlots[Slot]):
         Raises:
             RuntimeError: A slot would hold more than `max_context` tokens, pending nodes included.
         """
-        if any(not 0 <= k < self.num_taps for k in taps):
+        if taps and any(not 0 <= k < self.num_taps for k in taps):
             raise ValueError(f"taps must be in 0..{self.num_taps - 1}, got {list(taps)}")
         grown = self._slots.grown(segments)
         filled = [s for s in segments if s.tokens.shape[0]]
         if not filled:
             return self._empty(taps)
         apart: Sequence[int] = ()
-        price, most = self._price, len(filled) * self.cache.capacity
-        if price is not None and len(filled) > 1 and most > price.least:
+        price = self._price
+        if price is not None and len(filled) > 1 and len(filled) * self.cache.capacity > price.least:
             # Replayed forwards stay among the few sizes that are recorded.
             replayed = self._common_width(filled, len(filled)) is not None
             used = [self._slots[s.slot].length + len(grown[s.slot]) for s in filled]
