@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from outrider import catalog
 from outrider.core.types import Draft, Sampling, Verdict
@@ -29,6 +30,7 @@ from outrider.verifiers.token import TokenVerifier
 from outrider.verifiers.traits import KINDS
 from tests.clocks import made_up
 from tests.world.models import prompts
+from tests.world.packed import packed
 from tests.world.parts import parts_of
 from tests.world.verifiers import judges_of, verifier
 from tests.world.zoo import ARCHITECTURES, tiny
@@ -36,12 +38,18 @@ from tests.world.zoo import ARCHITECTURES, tiny
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 GREEDY = Sampling(temperature=0.0, seed=0)
 NUM_TOKENS = 28
+PACKED = "packed llama"
+
+
+def model_of(name: str) -> PreTrainedModel:
+    """A tiny model of an architecture, or one with packed weights."""
+    return packed(tiny("llama")) if name == PACKED else tiny(name)
 
 
 @cache
 def expected(name: str) -> list[list[int]]:
     """What transformers' own loop says after each prompt."""
-    model, outputs = tiny(name), []
+    model, outputs = model_of(name), []
     for prompt in prompts(13, 5, 21):
         ids = torch.tensor([prompt])
         said = model.generate(
@@ -53,7 +61,7 @@ def expected(name: str) -> list[list[int]]:
 
 def noisy_twin(name: str, noise: float = 0.02) -> LanguageModel:
     """A draft model that agrees with the target often, not always: its weights with some noise."""
-    model = tiny(name)
+    model = model_of(name)
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in model.parameters():
@@ -99,9 +107,9 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, PACKED])
 def test_chains_give_what_generate_gives(name):
-    model, outputs = tiny(name), expected(name)
+    model, outputs = model_of(name), expected(name)
     assert len(set(map(tuple, outputs))) > 1
     for label, (drafter, rule, length) in CHAINS.items():
         target = LanguageModel(model, max_slots=3)
@@ -132,9 +140,9 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, PACKED])
 def test_every_tree_with_every_verifier_gives_what_generate_gives(name):
-    model, count = tiny(name), 16
+    model, count = model_of(name), 16
     outputs = [output[:count] for output in expected(name)]
     target, drafter = LanguageModel(model, max_slots=3), ModelDrafter(lm=noisy_twin(name))
     for label, text in TREES.items():

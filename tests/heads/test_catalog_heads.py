@@ -29,6 +29,7 @@ from tests.cli.runs import run
 from tests.world.forced import forced_guesses
 from tests.world.heads import TRAINED
 from tests.world.learners import batch, documents, moved, repeated
+from tests.world.packed import packed
 from tests.world.tables import tables
 from tests.world.verifiers import verifier
 from tests.world.zoo import tiny
@@ -77,9 +78,11 @@ def test_a_head_that_is_written_is_recognised_and_guesses_the_same_when_read(kin
 
 
 @every_head
-def test_a_written_head_drafts_greedily_what_plain_decoding_says(kind, tmp_path):
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_written_head_drafts_greedily_what_plain_decoding_says(kind, blocks, tmp_path):
     learner(kind).write(tmp_path)
-    engine = outrider.load(target(), drafter=str(tmp_path), length=f"fixed:{DEPTH}")
+    model = packed(target()) if blocks else target()
+    engine = outrider.load(model, drafter=str(tmp_path), length=f"fixed:{DEPTH}")
     prompts, greedy = [text.tokens[:7].tolist() for text in documents(3)], Sampling(temperature=0.0)
     drafted = engine.generate(prompts, max_new_tokens=12, sampling=greedy)
     assert sum(out.num_draft_tokens for out in drafted) > 0
