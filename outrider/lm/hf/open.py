@@ -69,7 +69,7 @@ LOADING = "outrider.loading"
 log = logging.getLogger(LOADING)
 
 
-class BlockModel(Protocol):
+class UnreadBlockModel(Protocol):
     """A model whose layers compute from a GGUF file's blocks, before the file's tensors are read."""
 
     @property
@@ -80,7 +80,7 @@ class BlockModel(Protocol):
         """The model with its weights, and what transformers tells of a loading."""
 
 
-KeepBlocks = Callable[[CheckpointPlace, PreTrainedConfig, str | None], BlockModel]
+KeepBlocks = Callable[[CheckpointPlace, PreTrainedConfig, str | None], UnreadBlockModel]
 """Gives such a model of a file, its config and the attention implementation that was asked for."""
 
 
@@ -285,7 +285,7 @@ def _log_loading(
     place: CheckpointPlace,
     config: PreTrainedConfig,
     dtype: str | torch.dtype,
-    blocks: BlockModel | None,
+    blocks: UnreadBlockModel | None,
     reason: str,
 ) -> None:
     """Say in the log what is loaded, from where, and in which dtype.
