@@ -78,10 +78,17 @@ def test_a_head_that_is_written_is_recognised_and_guesses_the_same_when_read(kin
 
 
 @every_head
-@pytest.mark.parametrize("blocks", [False, True])
-def test_a_written_head_drafts_greedily_what_plain_decoding_says(kind, blocks, tmp_path):
+def test_a_written_head_drafts_greedily_what_plain_decoding_says(kind, tmp_path):
+    drafts_as_plain_decoding(kind, target(), tmp_path)
+
+
+@every_head
+def test_a_written_head_drafts_for_packed_weights_what_plain_decoding_says(kind, tmp_path):
+    drafts_as_plain_decoding(kind, packed(target()), tmp_path)
+
+
+def drafts_as_plain_decoding(kind, model, tmp_path):
     learner(kind).write(tmp_path)
-    model = packed(target()) if blocks else target()
     engine = outrider.load(model, drafter=str(tmp_path), length=f"fixed:{DEPTH}")
     prompts, greedy = [text.tokens[:7].tolist() for text in documents(3)], Sampling(temperature=0.0)
     drafted = engine.generate(prompts, max_new_tokens=12, sampling=greedy)

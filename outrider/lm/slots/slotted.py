@@ -286,7 +286,7 @@ class SlotChain:
         self._lm = lm
         self._left = dict(zip(slots, counts, strict=True))
         self._stretch: Stretch | None = None
-        self._step = 0
+        self._step = self._steps = 0
 
     @torch.inference_mode()
     def __call__(self, tokens: Int[Tensor, " n"], features: Float[Tensor, "n dim"] | None = None) -> Extension:
@@ -297,13 +297,13 @@ class SlotChain:
             features: The vector that a head reads with each token.
         """
         lm = self._lm
-        if self._stretch is None or self._step == len(self._stretch):
+        if self._stretch is None or self._step == self._steps:
             self._left = {slot: count - self._step for slot, count in self._left.items() if count > self._step}
-            self._stretch = lm._stretch(list(self._left), min(self._left.values()))
-            self._step = 0
+            self._step, self._steps = 0, min(self._left.values())
+            self._stretch = lm._stretch(list(self._left), self._steps)
         extension = lm._run(self._stretch.forward(self._step, tokens, features))
         self._step += 1
-        if self._step == len(self._stretch):
+        if self._step == self._steps:
             for slot in self._stretch.slots:
                 lm._slots.keep(slot, lm._slots.longer(slot, self._step))
         return extension

@@ -85,10 +85,6 @@ class Stretch:
             back=orders[1] if orders else None,
         )
 
-    def __len__(self) -> int:
-        """Number of forwards."""
-        return len(self.views)
-
     def forward(self, step: int, tokens: Int[Tensor, " n"], features: Float[Tensor, "n dim"] | None) -> "StretchStep":
         """One of the forwards.
 
