@@ -218,6 +218,10 @@ def test_what_is_no_single_gguf_model_is_told(tmp_path):
     (tmp_path / "cut.gguf").write_bytes(cut)
     with pytest.raises(InputError, match=r"the header of .*cut\.gguf cannot be read; the file is damaged"):
         open_model(str(tmp_path / "cut.gguf"))
+    (tmp_path / "short.gguf").write_bytes((tmp_path / "a.gguf").read_bytes()[:-5000])
+    for opening in (open_model, open_config):
+        with pytest.raises(InputError, match=r"short\.gguf ends before \d+ of its tensors, such as .*; get the whole"):
+            opening(str(tmp_path / "short.gguf"))
     with pytest.raises(InputError, match="is quantised already, as a GGUF file"):
         open_model(str(tmp_path / "a.gguf"), quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
 

@@ -24,6 +24,7 @@ FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off
 function for a machine returns the same bits."""
 
 log = logging.getLogger("outrider")
+loading = logging.getLogger("outrider.loading")
 
 
 @functools.cache
@@ -85,6 +86,7 @@ def _build(source: Path, compiler: str, flags: Sequence[str], library: Path) -> 
     Raises:
         CalledProcessError: The compiler cannot.
     """
+    loading.info("building %s for this processor with %s, once", source.name, compiler)
     command = [compiler, *_flags(), "-x", "c++", str(source), "-o", str(library), *flags]
     subprocess.run(command, check=True, capture_output=True, text=True)
     library.chmod(0o700)

@@ -34,7 +34,10 @@ def answer(library: ctypes.CDLL | None, name: str) -> int:
     return int(library[f"answer_of_{name}"](21))
 
 
-def test_a_library_is_built_once(tmp_path: Path, folder: Path) -> None:
+def test_a_library_is_built_once_and_the_build_is_told(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "outrider.loading")
     source = written(tmp_path, "first")
     assert answer(native(source), "first") == 42
     [kept] = folder.iterdir()
@@ -42,6 +45,7 @@ def test_a_library_is_built_once(tmp_path: Path, folder: Path) -> None:
     native.cache_clear()
     assert answer(native(source), "first") == 42
     assert [(each, each.stat().st_mtime_ns) for each in folder.iterdir()] == [(kept, seen.st_mtime_ns)]
+    assert caplog.text.count("building first.cpp for this processor with") == 1
 
 
 def test_other_source_makes_another_library(tmp_path: Path, folder: Path) -> None:

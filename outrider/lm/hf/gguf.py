@@ -173,9 +173,13 @@ def _header(file: Path, size: int, changed: int) -> GgufHeader:
     """The header of a file of this size, last changed at this time."""
     try:
         with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return _Reader(content).header()
+            read = _Reader(content).header()
     except (struct.error, ValueError, KeyError, OverflowError) as error:
         raise InputError(f"the header of {file} cannot be read; the file is damaged, so get it again") from error
+    cut = [each.name for each in read.tensors if each.begin + each.size > size]
+    if cut:
+        raise InputError(f"{file} ends before {len(cut)} of its tensors, such as {cut[0]}, do; get the whole file")
+    return read
 
 
 @dataclass(kw_only=False)
