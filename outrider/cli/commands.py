@@ -18,6 +18,7 @@ from outrider.cli.remote import RemoteOptions
 from outrider.cli.request import RequestOptions
 from outrider.cli.serve import ServeOptions
 from outrider.cli.train import train
+from outrider.core import progress
 from outrider.serve.limits import Limits
 from outrider.serve.vllm.options import EngineChoice, EngineOptions
 from outrider.setup import Setup
@@ -85,7 +86,8 @@ def generate(
     Without a prompt, standard input is read: a text, or JSON lines. At a terminal, a prompt that ships with Outrider is
     continued.
     """
-    from outrider.cli.generate import GenerateTask, run
+    with progress.shown("loading the libraries"):
+        from outrider.cli.generate import GenerateTask, run
 
     task = GenerateTask(
         setup=setup,
@@ -115,7 +117,8 @@ def chat(
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
 ) -> None:
     """Chat with the target, or with a server (--url). `/help` lists the commands; end of input leaves."""
-    from outrider.cli.chat import talk
+    with progress.shown("loading the libraries"):
+        from outrider.cli.chat import talk
 
     talk(setup, request, engine, remote, system)
 
@@ -128,7 +131,8 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptio
     A page at / shows what is drafted and accepted. The first SIGTERM or interrupt lets running requests end, the second
     one cancels them. With --engine vllm, vLLM's own server runs instead, until a signal ends both.
     """
-    from outrider.cli.serve import serve, serve_vllm
+    with progress.shown("loading the libraries"):
+        from outrider.cli.serve import serve, serve_vllm
 
     if engine.is_vllm:
         raise typer.Exit(serve_vllm(setup, options, limits, learn, engine))
@@ -159,9 +163,10 @@ def learn(
     A server of Outrider takes them by its own route, a vLLM by its weight-update routes (`outrider serve --engine vllm
     --weight-updates`). Requests that run are answered first; nobody needs to restart anything.
     """
-    from outrider.cli.learn_from import LearnTask
-    from outrider.cli.learn_from import learn as learn_from
-    from outrider.cli.train import run_training
+    with progress.shown("loading the libraries"):
+        from outrider.cli.learn_from import LearnTask
+        from outrider.cli.learn_from import learn as learn_from
+        from outrider.cli.train import run_training
 
     task = LearnTask(
         source=source,
@@ -210,7 +215,8 @@ def prove(
 
         prove_url(setup, remote, num_draws=num_draws, temperature=temperature, seed=seed, as_json=as_json)
         return
-    from outrider.cli.prove import prove
+    with progress.shown("loading the libraries"):
+        from outrider.cli.prove import prove
 
     prove(setup, num_draws=num_draws, temperature=temperature, seed=seed, time_limit=time_limit, as_json=as_json)
 
@@ -245,7 +251,8 @@ def bench(
         from outrider.cli.bench_url import bench_url
 
         raise typer.Exit(bench_url(setup, request, options, engine, remote, configuration_texts or [], as_json))
-    from outrider.cli.bench import bench
+    with progress.shown("loading the libraries"):
+        from outrider.cli.bench import bench
 
     raise typer.Exit(bench(setup, request, options, configuration_texts or [], as_json))
 
@@ -270,7 +277,8 @@ def plan(
     The target answers your prompts once, the drafters guess along, and steps are timed: nothing else is run. The first
     line is the advice. It may be not to speculate; then it says what would be needed.
     """
-    from outrider.cli.plan import plan
+    with progress.shown("loading the libraries"):
+        from outrider.cli.plan import plan
 
     plan(setup, request, options, more_drafters or [], flags_for, as_json)
 
@@ -283,7 +291,8 @@ def export(options: ExportOptions, as_json: Json = False) -> None:
     A drafter that the engine cannot load is refused, with the nearest one that it can. Without a target, the draft
     model that ships with Outrider is exported.
     """
-    from outrider.cli.export import export
+    with progress.shown("loading the libraries"):
+        from outrider.cli.export import export
 
     raise typer.Exit(export(options, as_json))
 
@@ -313,7 +322,8 @@ def doctor(
     With a drafter, also compare the two and measure the speedup on this machine. Without a target, the pair that ships
     with Outrider is examined.
     """
-    from outrider.cli.doctor import DoctorOptions, doctor, examine_head
+    with progress.shown("loading the libraries"):
+        from outrider.cli.doctor import DoctorOptions, doctor, examine_head
 
     if head is not None:
         examine_head(setup, head, text=text, as_json=as_json)
@@ -336,7 +346,8 @@ def prepare(setup: Setup, as_json: Json = False) -> None:
     This takes a minute or two for a dozen layers. Later commands find the result by the models' weights, and use it
     where it is the fastest way.
     """
-    from outrider.cli.prepare import prepare
+    with progress.shown("loading the libraries"):
+        from outrider.cli.prepare import prepare
 
     prepare(setup, as_json=as_json)
 

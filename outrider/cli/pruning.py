@@ -7,6 +7,7 @@ import typer
 
 from outrider.cli.help import App
 from outrider.cli.options import Json, with_options
+from outrider.core import progress
 from outrider.training.options import NOT_OF_PROMPTS, DataOptions
 
 app = App(help="Cut a draft model out of a target, or plan which shape would pay.")
@@ -38,7 +39,8 @@ def experts(
     as_json: Json = False,
 ) -> None:
     """Write a mixture-of-experts model with fewer experts, by what a text needs."""
-    from outrider.cli.prune import PruneOptions, prune_experts
+    with progress.shown("loading the libraries"):
+        from outrider.cli.prune import PruneOptions, prune_experts
 
     job = PruneOptions(target=target, device=device, data=texts, out=out, num_tokens=num_tokens, as_json=as_json)
     prune_experts(job, experts, method, experts_per_token)
@@ -59,7 +61,8 @@ def shape(
     as_json: Json = False,
 ) -> None:
     """Write a model of a smaller shape, with the parts that matter most on a text. A size not given stays."""
-    from outrider.cli.prune import PruneOptions, prune_shape
+    with progress.shown("loading the libraries"):
+        from outrider.cli.prune import PruneOptions, prune_shape
 
     job = PruneOptions(target=target, device=device, data=texts, out=out, num_tokens=num_tokens, as_json=as_json)
     prune_shape(job, layers=layers, width=width, heads=heads, feed_forward=feed_forward)
@@ -83,7 +86,8 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Say which shape of a draft model pays on this machine, before one is trained."""
-    from outrider.cli.prune import plan
+    with progress.shown("loading the libraries"):
+        from outrider.cli.prune import plan
 
     plan(
         target,
