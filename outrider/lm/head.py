@@ -16,7 +16,7 @@ from outrider.lm.forwards.compilable import KINDS, CompilableHead, ForwardKind
 from outrider.lm.forwards.forward import Forward
 from outrider.lm.forwards.grouped import read_grouped
 from outrider.lm.forwards.package import Package, PackagedForward
-from outrider.lm.forwards.packed import fits_packed, keeps_bits, packed
+from outrider.lm.forwards.packed import fits_packed, packed, packs
 from outrider.lm.forwards.recorder import RECORDERS
 from outrider.lm.forwards.replayed import ReplayedForward
 from outrider.lm.hf.anatomy import Span
@@ -130,8 +130,8 @@ class HeadLM(SlottedLM):
         if forward == "replayed" and self.device.type not in RECORDERS:
             raise InputError(f"forward=replayed is for GPUs, and a head is on {self.device}; choose forward=eager")
         self.forward, self.pad_to, self.num_forwards = forward, 1, 0
-        packs = forward == "packed" or (forward == "compiled" and _packable(module))
-        self.running = cast(HeadModule, packed(module) if packs else module)
+        copied = forward == "packed" or (forward == "compiled" and _packable(module))
+        self.running = cast(HeadModule, packed(module) if copied else module)
         self._eager = EagerHead(self.running, self.vocab_size)
         self._compiled: PackagedForward | None = None
         self._builder = MaskBuilder(spans=getattr(module, "span", Span()), additive=None, device=self.device)
@@ -260,7 +260,7 @@ def _read(
 def suited(target: Forward, module: nn.Module) -> Forward:
     """How a head's forwards run beside a target whose forwards run in some way, if nothing is compiled.
 
-    A head is packed where the target is packed or compiled, if the result stays the same to the bit. It is replayed
+    A head is packed where the target is packed or compiled, if it can be. It is replayed
     where the target is, if it lies on such a device.
     """
     if target == "replayed" and next(module.parameters()).device.type in RECORDERS:
@@ -289,9 +289,9 @@ def head_lm(target: Forward, asked: Forward | None, module: nn.Module, *, max_sl
 
 
 def _packable(module: nn.Module) -> bool:
-    """Whether a head can be packed without another result, and there is room for it."""
+    """Whether a head can be packed, and there is room for it."""
     weight = next(module.parameters())
-    return keeps_bits(weight.device, weight.dtype) and fits_packed(module, weight.device)
+    return packs(weight.device, weight.dtype) and fits_packed(module, weight.device)
 
 
 def sees_all(count: int, before: int = 0) -> Bool[np.ndarray, "count pending"]:

@@ -15,7 +15,7 @@ from outrider.lm import fingerprint as fingerprints
 from outrider.lm.fingerprint import fingerprint, read_from, weights_of
 from outrider.lm.forwards import packed as packing
 from outrider.lm.forwards.forward import Forward
-from outrider.lm.forwards.packed import PackedLinear, packable
+from outrider.lm.forwards.packed import PackedLinear, keeps_bits
 from outrider.lm.hf.open import open_model
 from outrider.lm.model import RARE, LanguageModel
 from outrider.lm.protocol import Segment
@@ -23,7 +23,7 @@ from tests.host.test_mapped import resident
 from tests.world.models import llama
 
 needs_packing = pytest.mark.skipif(
-    not packable(llama().to(torch.bfloat16)), reason="this machine has no kernels for packed bfloat16"
+    not keeps_bits(torch.device("cpu"), torch.bfloat16), reason="this machine has no kernels for packed bfloat16"
 )
 
 CASTS = True

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from outrider.lm.hf.weights import plain
-from outrider.lm.weights.blocks import KINDS, BlockWeight
 from outrider.lm.weights.linear import BlockLinear
 from outrider.lm.weights.operators import block_linear
 
@@ -50,14 +49,12 @@ def as_blocks(model: nn.Module) -> None:
     Args:
         model: A model whose modules nothing else uses.
     """
-    group = KINDS["BF16"].weights
     copies: dict[int, BlockLinear] = {}
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if plain(layer) and layer.weight.dtype == torch.bfloat16 and layer.in_features % group == 0:
+            if plain(layer) and BlockLinear.takes(layer):
                 if id(layer) not in copies:
-                    weight = BlockWeight.of_gguf(layer.weight.detach().contiguous().view(torch.uint8), "BF16")
-                    copies[id(layer)] = BlockLinear(weight, None if layer.bias is None else layer.bias.detach())
+                    copies[id(layer)] = BlockLinear.of(layer)
                 setattr(parent, name, copies[id(layer)])
 
 

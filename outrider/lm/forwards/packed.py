@@ -1,8 +1,13 @@
-"""Linear layers whose weights lie as the CPU's kernel library wants them, so that it does not rearrange them per call.
+"""Linear layers whose weights lie as the CPU's kernels want them, so that they are not rearranged per call.
+
+The kernels are those of oneDNN. For bfloat16 it has none on processors without AVX-512, where torch multiplies slowly,
+above all with many tokens; there they are the kernels for packed weights.
 
 Relied on in torch (read and run in 2.13): `ops.mkldnn._reorder_linear_weight` and `ops.mkldnn._linear_pointwise`, the
 operations that its compiler uses when weights are frozen. They are private.
 """
+
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -15,6 +20,8 @@ from outrider.lm.forwards.twin import Module, twin
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.weights import plain
 from outrider.lm.slots.cache import free_bytes
+from outrider.lm.weights.linear import BlockLinear
+from outrider.lm.weights.operators import has_kernels
 
 AT_ONCE = 1 << 27
 """Bytes of weights that are copied before their pages are given back."""
@@ -40,16 +47,20 @@ class PackedLinear(nn.Module):
 
 
 def packable(model: PreTrainedModel) -> bool:
-    """Whether packing keeps every bit of what a model computes and this machine and build of torch can do it.
+    """Whether a model can be packed: in bfloat16 on a CPU. Models with recurrent layers run as they are."""
+    return not Anatomy.of(model).recurrent and packs(model.device, model.dtype)
 
-    That is so for bfloat16 on CPUs with AVX-512; in float32 packed kernels add up in another order. Models with
-    recurrent layers run as they are.
-    """
-    return not Anatomy.of(model).recurrent and keeps_bits(model.device, model.dtype)
+
+def packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether linear layers of this kind are packed, on this machine and build of torch."""
+    return keeps_bits(device, dtype) or (device.type == "cpu" and dtype == torch.bfloat16 and has_kernels())
 
 
 def keeps_bits(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether packed linear layers of this kind say the bits of plain ones, on this machine and build of torch."""
+    """Whether packed linear layers of this kind say the bits of plain ones, on this machine and build of torch.
+
+    That is so for bfloat16 by oneDNN; in float32 its packed kernels add up in another order.
+    """
     if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
@@ -59,24 +70,32 @@ def keeps_bits(device: torch.device, dtype: torch.dtype) -> bool:
 def packed(model: Module) -> Module:
     """A twin that shares the weights, except that plain linear layers have packed copies of theirs.
 
-    It says the same bits in less time. Weights that are mapped from files leave memory while they are copied. Layers
-    that are not `plain` (quantised ones, adapters) and weights for which packing does not keep the bits here are shared
-    as they are. What is done to the model's linear layers later does not reach the twin.
+    It says the same in less time, where `keeps_bits` to the bit. Weights that are mapped from files leave memory while
+    they are copied. Layers that are not `plain` (quantised ones, adapters) and weights for which there are no kernels
+    here are shared as they are. What is done to the model's linear layers later does not reach the twin.
     """
     packed_model = twin(model)
-    packs: dict[int, PackedLinear] = {}
+    copies: dict[int, nn.Module] = {}
     copied = 0
     for parent in list(packed_model.modules()):
         for name, child in list(parent.named_children()):
-            if plain(child) and keeps_bits(child.weight.device, child.weight.dtype):
-                if id(child) not in packs:
-                    packs[id(child)] = PackedLinear(child)
+            if plain(child) and (layer_of := _packing(child)) is not None:
+                if id(child) not in copies:
+                    copies[id(child)] = layer_of(child)
                     copied += child.weight.nbytes
                     if copied >= AT_ONCE:
                         release_pages(model.parameters())
                         copied = 0
-                setattr(parent, name, packs[id(child)])
+                setattr(parent, name, copies[id(child)])
     return packed_model
+
+
+def _packing(layer: nn.Linear) -> Callable[[nn.Linear], nn.Module] | None:
+    """What packs a plain layer here; None where there are no kernels for it."""
+    device, dtype = layer.weight.device, layer.weight.dtype
+    if keeps_bits(device, dtype):
+        return PackedLinear
+    return BlockLinear.of if packs(device, dtype) and BlockLinear.takes(layer) else None
 
 
 def worth_packing(model: PreTrainedModel) -> bool:

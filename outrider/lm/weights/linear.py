@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 
-from outrider.lm.weights.blocks import BlockWeight
+from outrider.lm.weights.blocks import KINDS, BlockWeight
 from outrider.lm.weights.operators import block_linear, block_rows
 
 
@@ -47,6 +47,17 @@ class BlockLinear(_Packed):
     def __init__(self, weight: BlockWeight, bias: Float[Tensor, " out_features"] | None = None) -> None:
         super().__init__(weight)
         self.register_buffer("bias", bias)
+
+    @staticmethod
+    def takes(layer: nn.Linear) -> bool:
+        """Whether `of` copies a layer."""
+        return layer.weight.dtype == torch.bfloat16 and layer.in_features % KINDS["BF16"].weights == 0
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> "BlockLinear":
+        """A copy of a plain layer in bfloat16, whose rows are whole groups of weights."""
+        weight = BlockWeight.of_gguf(layer.weight.detach().contiguous().view(torch.uint8), "BF16")
+        return cls(weight, None if layer.bias is None else layer.bias.detach())
 
     @property
     def in_features(self) -> int:
