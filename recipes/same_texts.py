@@ -147,7 +147,7 @@ def main(
         raise outrider.InputError(f"{target} has no tokenizer")
     ids = [encode(prompt, tokenizer) for _, _, prompt in read_prompts(prompts)[:num_prompts]]
     names = [PLAIN, *(name.strip() for name in drafters.split(";") if name.strip())]
-    wanted = {"target": target, "drafters": names, "prompts": ids}
+    wanted: dict[str, Any] = {"target": target, "drafters": names, "prompts": ids}
     wanted |= {"max_new_tokens": max_new_tokens, "temperature": temperature}
     with folder(out, "same_texts", {**wanted, "prompts": str(prompts), "threads": threads}) as place:
         rows: list[Row] = []
