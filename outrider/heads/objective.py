@@ -20,6 +20,7 @@ from outrider.learning.divergences import CHUNK, HARD, Divergence, among_likelie
 from outrider.learning.learner import JudgedDrafts, Learner, Loss
 from outrider.learning.packing import check_apart
 from outrider.learning.target_rows import rows_at, states_along, with_rows
+from outrider.lm.forwards.packed import packed, worth_packing
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.checkpoint import TargetShape, write_head
 from outrider.lm.target_info import TargetInfo
@@ -138,9 +139,16 @@ class HeadObjective(Learner):
         wanted = set(self.captured_taps)
         if wanted <= batch.hidden.keys():
             return batch
-        below, layers = cast(PreTrainedModel, self.context.target.base_model), self.context.anatomy.layers
+        below = cast(PreTrainedModel, self._running.base_model)
         with torch.no_grad():
-            return replace(batch, hidden=states_along(below, layers, sorted(wanted), batch, packed=self._packed))
+            states = states_along(below, Anatomy.of(self._running).layers, sorted(wanted), batch, packed=self._packed)
+        return replace(batch, hidden=states)
+
+    @cached_property
+    def _running(self) -> PreTrainedModel:
+        """The target, with copies of its linear layers that are faster where there are such."""
+        target = self.context.target
+        return packed(target) if worth_packing(target) else target
 
     def pack(self) -> None:
         check_apart(self.context.target, "the target")
