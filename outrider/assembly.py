@@ -30,7 +30,8 @@ from outrider.lm.model import LanguageModel
 from outrider.lm.open import as_lm
 from outrider.lm.protocol import LM
 from outrider.lm.target_info import TargetInfo
-from outrider.lm.weights.gguf import BlockModel
+from outrider.lm.weights.checkpoint import keep_packed
+from outrider.lm.weights.quantiser import Quantiser
 from outrider.plan.table import experience_of, measured_again
 from outrider.refusals import DEFAULT, Cell, kind_of, refusal
 from outrider.setup import Setup
@@ -45,7 +46,9 @@ OTHERWISE = {"goodput": "fixed:5", "goodput:fallback=4": "fixed:4"}
 """Default lengths, and what is used with parts that need drafts of one length."""
 MAX_SLOTS = 8
 """Most requests at once, by default."""
-OF_LOADING = ("device", "dtype", "device_map", "tp_plan", "quantization_config", "attn_implementation", "revision")
+OF_LOADING = (
+    *("device", "dtype", "weights", "device_map", "tp_plan", "quantization_config", "attn_implementation", "revision"),
+)
 """Options that say how a target is loaded."""
 KINDS: dict[Family, tuple[type, ...]] = {
     "drafter": (Drafter, Unbound),
@@ -338,7 +341,8 @@ def _model(setup: Setup) -> PreTrainedModel:
             attn_implementation=setup.attn_implementation,
             revision=setup.revision,
             trust_remote_code=setup.trust_remote_code,
-            keep_blocks=BlockModel.of if setup.dtype == "auto" else None,
+            keep_blocks=keep_packed(setup.dtype, revision=setup.revision, gguf=setup.dtype == "auto"),
+            quantise=Quantiser.of(setup.weights),
         )
     target = unwrapped(setup.target)
     if not isinstance(target, PreTrainedModel):

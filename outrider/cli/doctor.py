@@ -27,6 +27,7 @@ from outrider.engine.prompts import Prompt
 from outrider.host.threads import use_threads
 from outrider.lm.hf.capabilities import capabilities
 from outrider.lm.hf.open import as_device, as_dtype, open_config
+from outrider.lm.weights.quantiser import Quantiser
 from outrider.setup import Setup
 
 TEXT = ASSETS / "prompts.jsonl"
@@ -67,6 +68,7 @@ def _diagnosis(setup: Setup, plan: DoctorOptions, text: Path | None) -> Diagnosi
     """The findings."""
     as_dtype(setup.dtype)
     as_device(setup.device)
+    Quantiser.of(setup.weights)
     use_threads(setup.threads)
     if text is not None and setup.target is not None and setup.drafter is None:
         raise InputError("--text is for measuring a drafter; give --drafter too, or leave out --text")
@@ -93,6 +95,7 @@ def examine_head(setup: Setup, head: str, *, text: Path | None, as_json: bool) -
         raise InputError("give the head as HEAD or as --drafter, not both: HEAD is examined, and --drafter is measured")
     as_dtype(setup.dtype)
     as_device(setup.device)
+    Quantiser.of(setup.weights)
     use_threads(setup.threads)
     prompts = read_file(TEXT if text is None else text)
     some = random.Random(0).sample(list(prompts), min(EXAMINED, len(prompts)))

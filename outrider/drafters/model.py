@@ -36,7 +36,8 @@ from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.target_info import TargetInfo
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import Translation, translation
-from outrider.lm.weights.gguf import BlockModel
+from outrider.lm.weights.checkpoint import keep_packed
+from outrider.lm.weights.quantiser import Quantiser
 from outrider.trees.chained import Follow
 
 LEAST_SHARE = 0.05
@@ -227,6 +228,7 @@ class ModelPath:
         path: Directory, GGUF file or hub id.
         device: Where it runs; by default on the target's device.
         dtype: The dtype that it computes in; by default the target's.
+        weights: `q8_0`, `q5_0`, `q4_0` or `q4_k` quantises its matrices while it is opened, on a CPU.
         revision: Branch, tag or commit of a hub id.
         max_context: Longest context; by default as long as the model and the memory allow.
         token_map: A file of the tokens that it may propose, the most frequent first: `read_token_map` says which
@@ -240,6 +242,7 @@ class ModelPath:
     path: str
     device: str | None = None
     dtype: str | None = None
+    weights: str | None = None
     revision: str | None = None
     max_context: int | None = option(None, least=1)
     token_map: str | None = None
@@ -271,7 +274,12 @@ class ModelPath:
             dtype=self.dtype or target_info.dtype,
             device=self.device or target_info.device,
             revision=self.revision,
-            keep_blocks=BlockModel.of if self.dtype is None and target_info.dtype == torch.bfloat16 else None,
+            keep_blocks=keep_packed(
+                self.dtype or target_info.dtype,
+                revision=self.revision,
+                gguf=self.dtype is None and target_info.dtype == torch.bfloat16,
+            ),
+            quantise=Quantiser.of(self.weights),
         )
         width, few = logit_width(model), None
         ours = target_info.tokenizer

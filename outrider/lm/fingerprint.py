@@ -52,13 +52,14 @@ class _AroundModel(Protocol):
     translation: object
 
 
-def note_files(module: nn.Module, files: Sequence[Path], began: int) -> None:
+def note_files(module: nn.Module, files: Sequence[Path], began: int, *, how: str = "") -> None:
     """Keep hashes of a module's weights between processes, for as long as neither the files nor the weights change.
 
     Args:
         module: Its weights were just read from the files.
         files: Files that decide what the weights are.
         began: When reading began, in nanoseconds since the epoch. Files that were changed later are not trusted.
+        how: What was done with the files' weights.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     plain = all(type(each) in (Tensor, nn.Parameter) and not each.is_inference() for _, each in tensors)
@@ -67,7 +68,7 @@ def note_files(module: nn.Module, files: Sequence[Path], began: int) -> None:
     except OSError:
         return
     if plain and stamps and all(changed < began for _, _, changed in stamps):
-        group = _Read(stamps, tensors)
+        group = _Read(stamps, tensors, how)
         for number, (_, tensor) in enumerate(tensors):
             _READ[tensor] = group, number
 
@@ -91,12 +92,12 @@ def read_from(module: nn.Module) -> dict[str, Any] | None:
 class _Read:
     """Tensors that were read from files."""
 
-    def __init__(self, stamps: Sequence[Stamp], tensors: Sequence[tuple[str, Tensor]]) -> None:
+    def __init__(self, stamps: Sequence[Stamp], tensors: Sequence[tuple[str, Tensor]], how: str) -> None:
         self.stamps, self._hashes = stamps, list[str]()
         self._tensors = [weakref.ref(each) for _, each in tensors]
         self._states = [_state(each) for _, each in tensors]
         described = [(name, type(each).__name__, each.dtype, each.shape) for name, each in tensors]
-        self.what = hashlib.sha256(repr([transformers.__version__, described]).encode()).hexdigest()
+        self.what = hashlib.sha256(repr([transformers.__version__, how, described]).encode()).hexdigest()
 
     def holds(self, number: int) -> bool:
         """Whether a tensor is there, and has not changed."""

@@ -80,6 +80,8 @@ generate --prompt a --logprobs 3
 generate --prompt a --device-map '{"": DIGITS}'
 generate --prompt a --quantization-config '{"a": DIGITS}'
 generate --prompt a --quantization-config x
+generate --prompt a --weights q4k
+doctor --target TARGET --weights q8
 generate --prompt a --device cuda:DIGITS
 generate --prompt a --attn-implementation flsh
 generate --prompt a --forward fast

@@ -49,6 +49,7 @@ SETTLED = {
     "vocab_size": 50,
     "device": "cpu",
     "dtype": "float32",
+    "weights": "q8_0",
     "device_map": "auto",
     "tp_plan": "auto",
     "quantization_config": {"bits": 4},

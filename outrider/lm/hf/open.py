@@ -70,18 +70,30 @@ log = logging.getLogger(LOADING)
 
 
 class UnreadBlockModel(Protocol):
-    """A model whose layers compute from a GGUF file's blocks, before the file's tensors are read."""
+    """A model whose layers compute from a checkpoint's packed weights, before these are read."""
 
     @property
     def size(self) -> int:
         """Bytes that its weights will take."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+
+    @property
+    def blocks(self) -> str:
+        """What is packed, for a sentence."""
+
     def read(self) -> tuple[PreTrainedModel, Mapping[str, Any]]:
         """The model with its weights, and what transformers tells of a loading."""
 
 
-KeepBlocks = Callable[[CheckpointPlace, PreTrainedConfig, str | None], UnreadBlockModel]
-"""Gives such a model of a file, its config and the attention implementation that was asked for."""
+KeepBlocks = Callable[[CheckpointPlace, PreTrainedConfig, str | None], UnreadBlockModel | None]
+"""Gives such a model of a checkpoint, its config and the attention implementation that was asked for. None: it has no
+packed weights, or they do not stay.
+"""
+Quantise = Callable[[PreTrainedModel], PreTrainedModel]
+"""Gives the quantised model of one with plain weights, which it may change."""
 
 
 def open_model(
@@ -96,6 +108,7 @@ def open_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     keep_blocks: KeepBlocks | None = None,
+    quantise: Quantise | None = None,
 ) -> PreTrainedModel:
     """A causal LM in evaluation mode, with the weights' own dtype unless another is asked for.
 
@@ -108,12 +121,13 @@ def open_model(
         device_map: Where transformers puts the layers; it takes the place of `device`.
         tp_plan: How transformers divides the weights among the processes that `torchrun` started.
         quantization_config: How transformers quantises the weights.
-        keep_blocks: Gives the model of a GGUF file on a CPU whose layers compute from blocks, in the dtype that its
-            file says. Where it raises MadePlain, and elsewhere, they become plain weights.
+        keep_blocks: Gives the model of a checkpoint on a CPU whose layers compute from its packed weights. Where it
+            raises MadePlain, and elsewhere, transformers reads the checkpoint.
+        quantise: Quantises the model after it was read, on a CPU.
 
     Raises:
-        InputError: The model does not exist, transformers cannot load it, or its checkpoint does not have the model's
-            tensors.
+        InputError: The model does not exist, transformers cannot load it, its checkpoint does not have the model's
+            tensors, or it cannot be quantised here.
     """
     warn_of_untested()
     checkpoint = model_place(path, revision=revision)
@@ -122,10 +136,9 @@ def open_model(
     if tp_plan is not None:
         _check_processes(device_map, device)
     if (base := base_of(path)) is not None:
-        if tp_plan is not None:
-            raise InputError(
-                f"{path} is an adapter of {base}, and PEFT's layers do not know weights that are divided among "
-                "processes; give the directory of a model that the adapter was merged into"
+        if tp_plan is not None or quantise is not None:
+            _refuse_adapter(
+                path, base, "packed weights" if tp_plan is None else "weights that are divided among processes"
             )
         _check_peft(path, base)
         plain = open_model(
@@ -139,6 +152,8 @@ def open_model(
         )
         return _adapted(path, base, plain)
     place, kind = as_device(device), as_dtype(dtype)
+    if quantise is not None:
+        _check_quantisable(checkpoint, place, device_map or tp_plan, quantization_config)
     device_map = straight_to(place) if device_map is None and tp_plan is None else device_map
     kind, quantization_config = _of_blocks(checkpoint, kind, quantization_config)
     options = {
@@ -153,14 +168,10 @@ def open_model(
     config, began = None, time.time_ns()
     try:
         config = _config(checkpoint, revision, trust_remote_code)
-        blocks, reason = None, ""
-        if keep_blocks is not None and checkpoint.file is not None and place.type == "cpu" and device_map is None:
-            try:
-                blocks = keep_blocks(checkpoint, config, attn_implementation)
-            except MadePlain as error:
-                reason = str(error)
-        _log_loading(checkpoint, config, kind, blocks, reason)
-        model, loaded = _loaded(checkpoint, config, options, began) if blocks is None else blocks.read()
+        if quantise is not None:
+            _check_unquantised(checkpoint, config)
+        on_cpu = place.type == "cpu" and device_map is None and tp_plan is None
+        model, loaded = _loaded(checkpoint, config, options, began, keep_blocks if on_cpu else None)
     except InputError:
         raise
     except (AttributeError, TypeError, AssertionError, ValueError) as error:
@@ -181,14 +192,39 @@ def open_model(
         or (model.device.type == place.type and getattr(model, "is_quantized", False))
     )
     model = model.eval() if stays else model.to(place).eval()
-    note_files(model, weight_files(checkpoint, revision), began)
+    if quantise is not None:
+        model = quantise(model)
+    note_files(model, weight_files(checkpoint, revision), began, how="" if quantise is None else repr(quantise))
     return model
 
 
 def _loaded(
+    place: CheckpointPlace,
+    config: PreTrainedConfig,
+    options: Mapping[str, Any],
+    began: int,
+    keep_blocks: KeepBlocks | None,
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """A model, and what transformers tells of its loading. The log says what is loaded."""
+    blocks, reason = None, ""
+    if keep_blocks is not None:
+        try:
+            blocks = keep_blocks(place, config, options["attn_implementation"])
+        except MadePlain as error:
+            reason = str(error)
+    _log_loading(place, config, options["dtype"], blocks, reason)
+    if blocks is not None:
+        try:
+            return blocks.read()
+        except MadePlain as error:
+            _log_loading(place, config, options["dtype"], None, str(error))
+    return _read_plain(place, config, options, began)
+
+
+def _read_plain(
     place: CheckpointPlace, config: PreTrainedConfig, options: Mapping[str, Any], began: int
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """A model, and what transformers tells of its loading.
+    """A model as transformers reads it, and what it tells of the loading.
 
     The weights of a GGUF file are unpacked once and kept, and then mapped from there, so that they need not stay in
     memory.
@@ -234,6 +270,32 @@ def weight_files(place: CheckpointPlace, revision: str | None) -> list[Path]:
         except OSError:
             return []
     return [file] if place.gguf else sorted(each for kind in WEIGHTS for each in file.parent.glob(f"*.{kind}"))
+
+
+def _check_quantisable(
+    checkpoint: CheckpointPlace, device: torch.device, spread: object, quantization_config: object
+) -> None:
+    """Raise InputError if a model cannot be quantised on a CPU while it is opened.
+
+    Args:
+        spread: What says that it goes onto several devices or into several processes.
+    """
+    if checkpoint.file is not None:
+        raise InputError(f"{checkpoint.name} is quantised already, as a GGUF file; leave out weights")
+    if quantization_config is not None:
+        raise InputError("weights and quantization_config both quantise the model; give one of them")
+    if spread is not None:
+        raise InputError("weights quantises a model on one CPU; leave it out, or leave out device_map and tp_plan")
+    if device.type != "cpu":
+        raise InputError(
+            f"weights quantises a model on a CPU, and this one goes onto {device}; leave it out, or give device=cpu"
+        )
+
+
+def _check_unquantised(checkpoint: CheckpointPlace, config: PreTrainedConfig) -> None:
+    """Raise InputError if a checkpoint's config says how it was quantised."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise InputError(f"{checkpoint.name} is quantised already, as its config says; leave out weights")
 
 
 def _check_processes(device_map: object, device: object) -> None:
@@ -294,7 +356,7 @@ def _log_loading(
         blocks: The model whose blocks stay as they are; None: there is none.
         reason: Why there is none; empty where nobody asked.
     """
-    kind = config.dtype if dtype == "auto" else dtype
+    kind = blocks.dtype if blocks is not None else config.dtype if dtype == "auto" else dtype
     head = None if place.file is None else header(place.file)
     count = _num_parameters(Path(place.folder)) if head is None else head.num_parameters
     size = None if count is None else count * (kind.itemsize if isinstance(kind, torch.dtype) else 2)
@@ -306,9 +368,10 @@ def _log_loading(
     ]
     size = size if blocks is None else blocks.size
     details = ""
-    if head is not None and size is not None:
+    what = blocks.blocks if blocks is not None else None if head is None else head.blocks
+    if what is not None and size is not None:
         how = "stay packed, " if blocks is not None else f"made plain, because {reason}, " if reason else ""
-        details = f" ({head.blocks}; {how}{size / 1e6:,.4g} MB in memory)"
+        details = f" ({what}; {how}{size / 1e6:,.4g} MB in memory)"
     log.log(logging.INFO if size is None or size >= LARGE else logging.DEBUG, "loading %s%s", ", ".join(words), details)
 
 
@@ -320,10 +383,17 @@ def _num_parameters(folder: Path) -> int | None:
             with open(file, "rb") as opened:
                 size = int.from_bytes(opened.read(8), "little")
                 entries = json.loads(opened.read(min(size, LONGEST_HEADER)))
-            total += sum(prod(entry["shape"]) for name, entry in entries.items() if name != "__metadata__")
+            entries.pop("__metadata__", None)
+            total += sum(_num_weights(name) * prod(entry["shape"]) for name, entry in entries.items())
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
     return total or None
+
+
+def _num_weights(name: str) -> int:
+    """Weights in a number of a tensor. AWQ and GPTQ have eight codes in a word, and what belongs to codes is none."""
+    *_, part = name.split(".")
+    return {"qweight": 8, "qzeros": 0, "scales": 0, "g_idx": 0}.get(part, 1)
 
 
 def _check_peft(path: str, base: str) -> None:
@@ -337,6 +407,14 @@ def _check_peft(path: str, base: str) -> None:
             f"{needs(f'{path} is an adapter of {base}, which', 'peft', 'peft')}; or give the directory of a model that "
             "the adapter was merged into"
         )
+
+
+def _refuse_adapter(path: str, base: str, weights: str) -> None:
+    """Raise InputError, because PEFT's layers do not know such weights."""
+    raise InputError(
+        f"{path} is an adapter of {base}, and PEFT's layers do not know {weights}; give the directory of a model that "
+        "the adapter was merged into"
+    )
 
 
 def _adapted(path: str, base: str, model: PreTrainedModel) -> PreTrainedModel:

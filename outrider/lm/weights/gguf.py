@@ -1,12 +1,9 @@
 """A GGUF file as a model whose linear layers and embedding keep their blocks: nothing but norms and biases is unpacked.
 
 Relied on in transformers (read in 5.23, run in 5.23): `modeling_gguf_pytorch_utils` has a processor for each
-architecture, which undoes what llama.cpp's converter did to tensors, and `initialization.no_init_weights` leaves new
-weights as they are. Both are private. Linear layers and embeddings make their weights by `torch.empty`, all else makes
-numbers at once.
+architecture, which undoes what llama.cpp's converter did to tensors. It is private.
 """
 
-import copy
 import mmap
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -16,17 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Int, UInt8
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from outrider.core.place import CheckpointPlace
-from outrider.lm.hf.anatomy import Anatomy, opener
+from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.gguf import PLAIN, GgufHeader, GgufTensor, MadePlain, as_plain, header
 from outrider.lm.weights.blocks import KINDS, BlockWeight
-from outrider.lm.weights.linear import BlockEmbedding, BlockLinear, ScaledBlockEmbedding
+from outrider.lm.weights.empty import empty_model, layer_of, place_numbers, tie, weight_of
+from outrider.lm.weights.linear import can_hold_blocks, place_blocks
 from outrider.lm.weights.operators import has_kernels
+from outrider.lm.weights.plain import why_plain
 
 AT_ONCE = 1 << 27
 """Bytes of a file that are read before their pages are given back."""
@@ -71,7 +68,7 @@ class BlockModel:
             raise MadePlain("there is no C++ compiler for their products")
         if Anatomy.of(config).recurrent:
             raise MadePlain(f"{config.model_type} has recurrent layers")
-        model = _empty(config, head.dtype, attn_implementation)
+        model = empty_model(config, head.dtype, attn_implementation)
         processor = _processor(head, config)
         names = _names(model, head)
         orders = {}
@@ -88,33 +85,51 @@ class BlockModel:
         return sum(self.header.sizes.values())
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        return self.header.dtype
+
+    @property
+    def blocks(self) -> str:
+        """The kinds of blocks with their sizes, for a sentence."""
+        return self.header.blocks
+
+    @property
     def header(self) -> GgufHeader:
         """What the file says of itself."""
         assert self.place.file is not None
         return header(self.place.file)
 
     def read(self) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-        """The model with its weights, and what is to tell of its loading, as transformers tells it."""
+        """The model with its weights, and what is to tell of its loading, as transformers tells it.
+
+        Raises:
+            MadePlain: Its code does not compute from blocks.
+        """
         model, mismatched = self.model, list[tuple[str, Any, Any]]()
         processor = _processor(self.header, model.config)
         for tensor, content in self._contents():
             name = self.names[tensor.name]
-            wanted = tuple(_weight(model, name).shape)
+            wanted = tuple(weight_of(model, name).shape)
             if _holds_blocks(tensor):
                 shape = tensor.shape
                 if shape == wanted:
-                    _place_blocks(model, name, BlockWeight.of_gguf(content, tensor.kind, self.orders.get(tensor.name)))
+                    weight = BlockWeight.of_gguf(content, tensor.kind, self.orders.get(tensor.name))
+                    place_blocks(model, name.removesuffix(".weight"), weight)
             else:
                 values = _numbers(processor, tensor, content)
                 shape = tuple(values.shape)
                 if shape == wanted:
-                    _place_numbers(model, name, values.to(self.header.dtype))
+                    place_numbers(model, name, values.to(self.header.dtype))
             if shape != wanted:
                 mismatched.append((name, shape, wanted))
-        _tie(model)
+        tie(model)
         left = [name for name, weight in model.named_parameters() if weight.is_meta]
         missing = set(left) - {name for name, _, _ in mismatched}
-        return self._finished(), {
+        model = self._finished().eval()
+        if not missing and not mismatched and (reason := why_plain(model)) is not None:
+            raise MadePlain(reason)
+        return model, {
             "missing_keys": missing,
             "unexpected_keys": set(),
             "mismatched_keys": set(mismatched),
@@ -143,25 +158,6 @@ class BlockModel:
         with suppress(OSError, ValueError):
             self.model.generation_config = GenerationConfig.from_pretrained(self.place.folder)
         return as_plain(self.model, self.place)
-
-
-class _WithoutWeights(TorchFunctionMode):
-    """Tensors that are made to be filled have shapes and no values."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.empty:
-            return function(*args, **{**(kwargs or {}), "device": "meta"})
-        return function(*args, **(kwargs or {}))
-
-
-def _empty(config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None) -> PreTrainedModel:
-    """A model without weights, whose buffers have their values."""
-    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    with _WithoutWeights(), no_init_weights():
-        model: PreTrainedModel = opener(config).from_config(copy.deepcopy(config), dtype=dtype, **options)
-    if unfilled := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
-        raise MadePlain(f"{config.model_type} has buffers that are not known here, such as {unfilled[0]}")
-    return model
 
 
 def _processor(head: GgufHeader, config: PreTrainedConfig) -> Any:
@@ -196,27 +192,9 @@ def _holds_blocks(tensor: GgufTensor) -> bool:
 
 def _check_layer(model: PreTrainedModel, name: str) -> None:
     """Raise MadePlain if a weight is not the one of a layer that can have blocks."""
-    layer, weight = _layer(model, name)
-    known = type(layer) in (nn.Linear, nn.Embedding) or (isinstance(layer, nn.Embedding) and _is_scaled(layer))
-    if weight != "weight" or not known:
+    layer, weight = layer_of(model, name)
+    if weight != "weight" or not can_hold_blocks(layer):
         raise MadePlain(f"{name} belongs to a {type(layer).__name__}, and blocks stay only in plain linear layers")
-
-
-def _is_scaled(layer: nn.Module) -> bool:
-    """Whether an embedding does nothing but multiply what it looks up, as Gemma's does."""
-    return isinstance(layer._buffers.get("embed_scale"), Tensor)
-
-
-def _layer(model: PreTrainedModel, name: str) -> tuple[nn.Module, str]:
-    """The module that has a weight, and the weight's name in it."""
-    path, _, weight = name.rpartition(".")
-    return model.get_submodule(path), weight
-
-
-def _weight(model: PreTrainedModel, name: str) -> Tensor:
-    layer, weight = _layer(model, name)
-    found: Tensor = getattr(layer, weight)
-    return found
 
 
 def _order(processor: Any, tensor: GgufTensor) -> Int[Tensor, " rows"] | None:
@@ -248,34 +226,3 @@ def _numbers(processor: Any, tensor: GgufTensor, content: UInt8[np.ndarray, "row
     done = processor.process(weights=numbers, name=tensor.name, tensor_key_mapping={}, parsed_parameters={})
     # A copy, because the file is mapped for a moment.
     return torch.from_numpy(np.array(done.weights))
-
-
-def _place_blocks(model: PreTrainedModel, name: str, weight: BlockWeight) -> None:
-    """Put a layer that computes from blocks in the place of one without weights."""
-    path, _, _ = name.rpartition(".")
-    layer = model.get_submodule(path)
-    if isinstance(layer, nn.Linear):
-        model.set_submodule(path, BlockLinear(weight, None if layer.bias is None else layer.bias.detach()))
-    elif _is_scaled(layer):
-        model.set_submodule(path, ScaledBlockEmbedding(weight, dtype=model.dtype, embed_scale=layer.embed_scale))
-    else:
-        model.set_submodule(path, BlockEmbedding(weight, dtype=model.dtype))
-
-
-def _place_numbers(model: PreTrainedModel, name: str, values: Tensor) -> None:
-    layer, weight = _layer(model, name)
-    if weight in layer._parameters:
-        layer._parameters[weight] = nn.Parameter(values, requires_grad=False)
-    else:
-        layer._buffers[weight] = values
-
-
-def _tie(model: PreTrainedModel) -> None:
-    """Let the output layer have the embedding's weight where the file has one for both."""
-    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if type(output) is not nn.Linear or not output.weight.is_meta or not model.config.tie_word_embeddings:
-        return
-    if isinstance(embedding, BlockEmbedding):
-        model.set_output_embeddings(BlockLinear(embedding.blocks, output.bias))
-    else:
-        output.weight = embedding.weight

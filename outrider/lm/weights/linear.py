@@ -1,10 +1,12 @@
 """Layers whose weights stay packed."""
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from outrider.lm.weights.blocks import KINDS, BlockWeight
 from outrider.lm.weights.operators import block_linear, block_rows
@@ -133,3 +135,26 @@ class ScaledBlockEmbedding(BlockEmbedding):
     def forward(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch embedding_dim"]:
         """The rows of some tokens, multiplied."""
         return super().forward(ids) * self.embed_scale.to(self.dtype)
+
+
+def can_hold_blocks(layer: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
+    """Whether a layer does no more than one that computes from blocks: torch's linear layer or embedding, or Gemma's
+    embedding, which multiplies what it looks up.
+    """
+    return type(layer) in (nn.Linear, nn.Embedding) or (isinstance(layer, nn.Embedding) and _is_scaled(layer))
+
+
+def place_blocks(model: PreTrainedModel, path: str, weight: BlockWeight) -> None:
+    """Put a layer that computes from blocks in the place of one that can hold them."""
+    layer = model.get_submodule(path)
+    if isinstance(layer, nn.Linear):
+        model.set_submodule(path, BlockLinear(weight, None if layer.bias is None else layer.bias.detach()))
+    elif _is_scaled(layer):
+        model.set_submodule(path, ScaledBlockEmbedding(weight, dtype=model.dtype, embed_scale=layer.embed_scale))
+    else:
+        model.set_submodule(path, BlockEmbedding(weight, dtype=model.dtype))
+
+
+def _is_scaled(layer: nn.Module) -> bool:
+    """Whether an embedding does nothing but multiply what it looks up, as Gemma's does."""
+    return isinstance(layer._buffers.get("embed_scale"), Tensor)

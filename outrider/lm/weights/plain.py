@@ -1,4 +1,4 @@
-"""Models that compute from blocks, and copies of them that have plain weights."""
+"""Models that compute from blocks, why some cannot, and copies of them that have plain weights."""
 
 import copy
 
@@ -7,9 +7,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.open import reason_of
 from outrider.lm.weights.blocks import BlockWeight
 from outrider.lm.weights.linear import BlockEmbedding, BlockLinear, ScaledBlockEmbedding
-from outrider.lm.weights.operators import block_rows
+from outrider.lm.weights.operators import block_rows, has_kernels
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -33,8 +35,26 @@ def num_packed(module: nn.Module) -> int:
     return sum(matrix.out_features * matrix.in_features for matrix in matrices.values())
 
 
+@torch.no_grad()
+def why_plain(model: PreTrainedModel) -> str | None:
+    """Why a model with packed layers cannot compute with them, found by reading two tokens; None if it can.
+
+    Some code reads the `weight` of a linear layer, which packed ones do not have.
+    """
+    name = model.config.model_type
+    if not has_kernels():
+        return "there is no C++ compiler for their products"
+    if Anatomy.of(model).recurrent:
+        return f"{name} has recurrent layers"
+    try:
+        model(input_ids=torch.tensor([[0, 1]]), use_cache=False)
+    except Exception as error:
+        return f"the code of {name} does not compute with packed layers: {reason_of(error)}"
+    return None
+
+
 def copied(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy of a model in another dtype, all of whose layers have plain weights."""
+    """A copy of a model, perhaps in another dtype, all of whose layers have plain weights."""
     layers = [part for part in model.modules() if isinstance(part, BlockLinear | BlockEmbedding)]
     # Nobody needs a copy of the blocks.
     shared = {id(tensor): tensor for layer in layers for tensor in layer.buffers() if not tensor.is_floating_point()}
@@ -46,7 +66,8 @@ def copied(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
             if key not in weights:
                 weights[key] = nn.Parameter(_numbers(layer.blocks, dtype), requires_grad=False)
             twin.set_submodule(path, _plain(layer, weights[key]))
-    return twin.to(dtype)
+    # Some buffers have a dtype of their own.
+    return twin if dtype == model.dtype else twin.to(dtype)
 
 
 def _numbers(weight: BlockWeight, dtype: torch.dtype) -> Float[Tensor, "rows features"]:

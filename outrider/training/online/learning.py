@@ -28,6 +28,10 @@ OTHER_VOCABULARY = (
     "draft model with the target's vocabulary"
 )
 CUT = "the output layer of this draft model is cut to some tokens; leave out token_map"
+PACKED = (
+    "the weights of this draft model are packed and cannot be trained; leave out weights=..., or make plain ones of a "
+    "GGUF file, as model:path=...,dtype=bfloat16"
+)
 Router = Callable[[Request], int]
 """Returns the number of the draft model that drafts for a request, from 0. Called once per request."""
 
@@ -160,6 +164,8 @@ def check_setup(setup: Setup) -> None:
         ours, theirs = tokenizer_of(whole), part.read_tokenizer()
         if part.token_map is not None:
             reason = CUT
+        elif part.weights is not None:
+            reason = PACKED
         elif ours is not None and theirs is not None and ours.get_vocab() != theirs.get_vocab():
             reason = OTHER_VOCABULARY
     if reason is not None:
@@ -181,5 +187,5 @@ def why_not(drafter: Drafter) -> str | None:
     if getattr(lm.model, "is_quantized", False):
         return "the weights of this draft model are quantised and cannot be trained; use a draft model that is not"
     if has_blocks(lm.model):
-        return "this draft model keeps the blocks of its GGUF file; give it a dtype, as model:path=...,dtype=bfloat16"
+        return PACKED
     return None
