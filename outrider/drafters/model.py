@@ -116,7 +116,7 @@ class ModelDrafter(SlottedDrafter[Tree]):
         if (known := self._known(frontier.tokens)) is not frontier.tokens:
             frontier = replace(frontier, tokens=known)
         features = self._features([states[owner] for owner in frontier.owners.tolist()])
-        segments = tree_segments([self.state_of(state) for state in states], frontier, self.lm.device, features)
+        segments = tree_segments(self.state_of, states, frontier, self.lm.device, features)
         return Guess(logits=self._widened(self.lm.extend(segments).logits), short_list=self.short_list)
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:

@@ -1,6 +1,6 @@
 """The base of drafters that guess with a language model over slots: a draft model or a head."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from outrider.core.types import Frontier
+from outrider.core.types import Frontier, Running
 from outrider.drafters.stateful import StatefulDrafter
 from outrider.lm.protocol import LM, Segment
 
@@ -69,7 +69,8 @@ class SlottedDrafter(StatefulDrafter[Slotted]):
 
 
 def tree_segments(
-    drafter_states: Sequence[TreeState],
+    state_of: Callable[[Running], TreeState],
+    states: Sequence[Running],
     frontier: Frontier,
     device: torch.device,
     features: Float[Tensor, "n dim"] | None = None,
@@ -77,14 +78,14 @@ def tree_segments(
     """One segment per request for the nodes of a frontier. Notes the pending numbers that the nodes will get.
 
     Args:
-        drafter_states: What the drafter keeps of each request.
+        state_of: What the drafter keeps of a request. Requests of the batch without a node may have another drafter.
         device: Where the language model is.
         features: The vector that the language model reads with each node.
     """
     tokens, parents, nodes = frontier.tokens.to(device), frontier.parents.tolist(), frontier.nodes.tolist()
     starts, segments = np.flatnonzero(np.diff(frontier.owners, prepend=-1)).tolist(), []
     for first, end in zip(starts, [*starts[1:], len(nodes)], strict=True):
-        drafter_state = drafter_states[int(frontier.owners[first])]
+        drafter_state = state_of(states[int(frontier.owners[first])])
         above = np.array([drafter_state.fed.get(parent, -1) for parent in parents[first:end]])
         for node in nodes[first:end]:
             drafter_state.fed[node] = len(drafter_state.fed)

@@ -283,8 +283,10 @@ class RescoredDrafter(StateHeadsDrafter[RescoredState]):
         return Guess(tokens=self._chosen(states, [0] * len(states), guess))
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
-        guess = self.rescorer.expand(self._theirs(states), frontier)
         owners = [states[owner] for owner in frontier.owners.tolist()]
+        theirs = dict(zip(frontier.owners.tolist(), self._theirs(owners), strict=True))
+        # Requests of the batch without a node may have another drafter.
+        guess = self.rescorer.expand([theirs.get(i, state) for i, state in enumerate(states)], frontier)
         return Guess(tokens=self._chosen(owners, frontier.depths.tolist(), guess))
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:

@@ -226,7 +226,7 @@ class OwnFeatures(SlottedDrafter[Features]):
         features = self.next_feature(
             torch.stack([self.state_of(states[owner]).head_output[parent] for owner, parent in pairs])
         )
-        segments = tree_segments([self.state_of(state) for state in states], frontier, self.lm.device, features)
+        segments = tree_segments(self.state_of, states, frontier, self.lm.device, features)
         extension = self.lm.extend(segments)
         for i, (owner, node) in enumerate(zip(frontier.owners.tolist(), frontier.nodes.tolist(), strict=True)):
             self.state_of(states[owner]).head_output[node] = output_features(extension)[i]
