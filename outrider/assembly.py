@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -243,21 +243,29 @@ def tokenizer_of(setup: Setup) -> PreTrainedTokenizerBase | None:
 
 def why_not(parts: Parts, allow_lossy: bool = False) -> str | None:
     """Why parts do not fit each other, in one sentence; None if they fit."""
-    return refusal(cell(parts), allow_lossy) or chains_only(parts) or by_a_clock(parts)
+    reasons = (refusal(cell, allow_lossy) for cell in cells(parts))
+    return next(filter(None, reasons), None) or chains_only(parts) or by_a_clock(parts)
 
 
-def cell(parts: Parts) -> Cell:
-    """Where a combination of parts stands in the refusal matrix."""
-    return Cell(
-        rows=parts.drafter.rows,
-        context_pure=parts.drafter.context_pure,
-        taps=bool(parts.drafter.taps),
-        estimates=parts.drafter.estimates,
-        structure=parts.tree.structure,
-        verifier=parts.verifier,
-        length=parts.length,
-        decoding=parts.decoding,
-    )
+def cells(parts: Parts) -> list[Cell]:
+    """Where a combination of parts stands in the refusal matrix: a cell for each drafter that may draft in a step.
+    Where there are several, single tokens make chains beside any tree.
+    """
+    drafter, several = parts.drafter, len(parts.drafter.components) > 1
+    return [
+        Cell(
+            rows=each.rows,
+            context_pure=drafter.context_pure,
+            taps=bool(drafter.taps),
+            estimates=drafter.estimates,
+            several=several,
+            structure="chain" if several and each.rows == "point" else parts.tree.structure,
+            verifier=parts.verifier,
+            length=parts.length,
+            decoding=parts.decoding,
+        )
+        for each in drafter.components
+    ]
 
 
 def chains_only(parts: Parts) -> str | None:
@@ -293,7 +301,7 @@ def _runs(setup: Setup, parts: Parts) -> str:
     target, drafter = parts.target, setup.drafter
     choice = getattr(target, "choice", None)
     how = "eager" if choice is None else choice.forward
-    drafts = drafter if isinstance(drafter, str) else type(drafter).__name__
+    drafts = drafter if isinstance(drafter, str) else type(parts.drafter).__name__
     return (
         f"running {how} forwards on {target.device}, {_most_slots(setup)} slots of {target.max_context:,} tokens; "
         f"drafter {drafts}"
@@ -302,7 +310,7 @@ def _runs(setup: Setup, parts: Parts) -> str:
 
 def _part(family: Family, part: str | object) -> Any:
     """A part by its name, or as it was given."""
-    if isinstance(part, str):
+    if isinstance(part, str | Mapping):
         return catalog.make(family, part)
     if not isinstance(part, KINDS[family]):
         raise InputError(f"{family} must be a name of the catalog or a part of that family, got {part!r}")

@@ -5,6 +5,7 @@ A method is imported when it is needed.
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from outrider.core.inputs import InputError, field_values, unknown
@@ -34,6 +35,14 @@ ROWS = (
         summary="a smaller LM; its tokenizer may differ",
         source=LEVIATHAN,
         bound=("outrider.drafters.model:ModelDrafter",),
+    ),
+    Row(
+        family="drafter",
+        name="first",
+        home="outrider.drafters.first:FirstOf",
+        summary="copy where the match promises more than the last drafter, otherwise let that one draft",
+        source="ik_llama.cpp 2026, stages of speculators, https://github.com/ikawrakow/ik_llama.cpp",
+        bound=("outrider.drafters.first:FirstDrafter",),
     ),
     Row(
         family="drafter",
@@ -410,10 +419,11 @@ def name_of(component: object) -> str:
     return type(component).__name__ if row is None else row.name
 
 
-def make(family: Family, text: str) -> object:
+def make(family: Family, text: str | Mapping[str, Any]) -> object:
     """The object of `name:key=value,key=value`. A first value without a key sets the first field.
 
     A drafter may also be named by the directory, the GGUF file or the hub id of its checkpoint, which says what it is.
+    One that holds others is written `name:other,other`, as `components` says, or as a mapping from its name to a list.
 
     Raises:
         InputError: Unknown name, unknown field or a value that is not of the field's type; lists the real ones.
@@ -422,8 +432,10 @@ def make(family: Family, text: str) -> object:
         >>> make("length", "fixed:num_speculative_tokens=3"), make("length", "fixed:3").num_speculative_tokens
         (FixedLength(num_speculative_tokens=3), 3)
     """
-    name, _, rest = text.partition(":")
     known = rows(family)
+    if isinstance(text, Mapping):
+        return _holding(family, text)
+    name, _, rest = text.partition(":")
     if name not in known:
         if family == "drafter" and is_place(text):
             from outrider.heads.recognition import drafter_at
@@ -431,6 +443,8 @@ def make(family: Family, text: str) -> object:
             kind = drafter_at(text, {name: row.kind for name, row in known.items()})
             return known[kind].build(path=text)
         raise unknown(family, name, known)
+    if hasattr(known[name].kind, "holding"):
+        return _holding(family, {name: components(family, rest)})
     configured: Any = known[name].make
     values = field_values(f"{family} {name!r}", configured, rest, first=True)
     missing = [
@@ -443,6 +457,36 @@ def make(family: Family, text: str) -> object:
     if missing:
         raise InputError(f"{family} {name!r} needs {', '.join(missing)}, as in {name}:{missing[0]}=...")
     return known[name].build(**values)
+
+
+def components(family: Family, text: str) -> list[str]:
+    """The components in a text. A comma begins one if a name of the family or a place stands behind it, alone or before
+    a colon. All other commas belong to the component before.
+
+    Example:
+        >>> components("drafter", "suffix:min_match=3,model:path=drafts/small,dtype=float32")
+        ['suffix:min_match=3', 'model:path=drafts/small,dtype=float32']
+    """
+    known, parts = rows(family), list[str]()
+    for item in filter(None, text.split(",")):
+        name, colon, _ = item.partition(":")
+        # Of a wrong name before a colon the message is better if it counts as one.
+        begins = "=" not in name and (colon or name in known or is_place(item))
+        parts = [*parts, item] if begins or not parts else [*parts[:-1], f"{parts[-1]},{item}"]
+    return parts
+
+
+def _holding(family: Family, named: Mapping[str, Any]) -> object:
+    """The object of one name and its components, which are texts or objects."""
+    known = rows(family)
+    name, held = next(iter(named.items()), ("", None))
+    if name not in known:
+        raise unknown(family, name, known)
+    if len(named) > 1 or not isinstance(held, list | tuple) or not hasattr(known[name].kind, "holding"):
+        holders = [each for each, row in known.items() if hasattr(row.kind, "holding")]
+        able = f"one of {', '.join(holders)} and a list" if holders else "a text"
+        raise InputError(f"a {family} is a text, or {able}, got {named!r}")
+    return known[name].kind.holding([make(family, each) if isinstance(each, str | Mapping) else each for each in held])
 
 
 def is_place(text: str) -> bool:

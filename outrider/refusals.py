@@ -35,6 +35,7 @@ class Cell:
         context_pure: Whether the guesses depend on the tokens alone.
         taps: Whether the drafter reads hidden states of the target.
         estimates: Whether it estimates how likely its guesses are accepted.
+        several: Whether it chooses at each step which drafter drafts.
         structure: How the tree makes children.
         verifier: The rule.
         length: The length policy.
@@ -47,6 +48,7 @@ class Cell:
     context_pure: bool = True
     taps: bool = False
     estimates: bool = False
+    several: bool = False
     length: LengthPolicy = field(default_factory=FixedLength)
     decoding: Decoding = field(default_factory=StepDecoding)
 
@@ -133,6 +135,8 @@ def _not_ahead(cell: Cell) -> str | None:
     """Why a combination cannot draft ahead, and one that can."""
     if cell.structure != "chain":
         return "and a tree has no one end to go on from; use tree 'chain'"
+    if cell.several:
+        return "and this drafter chooses by what its last drafts brought, which is not known there; use one drafter"
     if cell.taps:
         return "and this drafter reads the target's hidden states, which are not known there; use a draft model"
     if not cell.length.constant:

@@ -152,7 +152,10 @@ def along_text(
         raise InputError(f"no text has {LEAST_TEXT} tokens; give a longer one")
     rule = _Follow()
     length = FixedLength(num_speculative_tokens=num_speculative_tokens)
-    parts = replace(engine.parts, tree=ChainTree(), verifier=rule, length=length, decoding=StepDecoding())
+    drafter = engine.parts.drafter.components[-1]
+    parts = replace(
+        engine.parts, drafter=drafter, tree=ChainTree(), verifier=rule, length=length, decoding=StepDecoding()
+    )
     seen: list[Pairs] = []
     engine.rest()
     with task("along the text", sum(len(text) - 1 for text in long), "tokens") as progress:

@@ -22,6 +22,7 @@ ABOUT_TRAITS = (
     "The class of each drafter states its traits; `outrider/drafters/protocol.py` says what they mean. Rows are",
     "`sampled` (a distribution after each prefix), `point` (one token) or `marginal` (a distribution per position).",
     "A trainer is a command below `outrider train`. Exports are the engines for which `outrider export` writes it.",
+    "A drafter of several reads hidden states if one of them does.",
 )
 
 

@@ -1,21 +1,24 @@
 """The drafters' part of a step. Requests are grouped by their drafter."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from outrider.core.dice import Dice
-from outrider.core.types import Draft, Running
+from outrider.core.types import Draft, Running, ShortList, Step, Structure
 from outrider.decoding.protocol import Parts
-from outrider.drafters.protocol import Drafter, Observed
-from outrider.lengths.experience import LengthChoice
+from outrider.drafters.protocol import Choosing, Drafter, Observed, fits
+from outrider.lengths.experience import Experience, LengthChoice
 from outrider.lengths.protocol import LoadPolicy
 from outrider.lm.slots.batch import upload
+from outrider.trees.chain import ChainTree
 from outrider.trees.grow import grow
+from outrider.trees.protocol import Tree
 
 
 def drafter_of(state: Running) -> Drafter:
@@ -53,46 +56,135 @@ def room(parts: Parts, state: Running, left: int) -> int:
         left = min(left, request.max_draft_tokens)
     if drafter.taps and (state.num_steps == 0 or parts.target.length(state.slot) < num_read):
         return 0
-    if (most := drafter.max_context) is not None:
-        left = min(left, most - len(state.tokens) - 1)
-    if (most := drafter.max_depth) is not None:
-        left = min(left, most)
-    return max(left, 0)
+    return fits(drafter, len(state.tokens), left)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupChoice:
+    """The lengths that a length policy chose for some requests of a step.
+
+    Attributes:
+        experience: What it chose by.
+        places: The requests.
+        choice: Their lengths.
+    """
+
+    experience: Experience
+    places: Sequence[int]
+    choice: LengthChoice
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftPlan:
+    """Who drafts how many tokens of each request of a step.
+
+    Attributes:
+        states: The requests as the drafters see them that draft for them: of a drafter of several, one was chosen.
+        rooms: Deepest draft of each request.
+        choices: What a length policy chose for all requests together; none for a policy that chooses none.
+    """
+
+    states: Sequence[Running]
+    rooms: Sequence[int]
+    choices: Sequence[GroupChoice] = ()
+
+    def note(self, steps: Sequence[Step], seconds: float | None) -> None:
+        """Let the length policy learn from the step. `seconds` is what it took; None if that cannot be compared."""
+        for group in self.choices:
+            requests = [self.states[i].request for i in group.places]
+            # Another drafter may have drafted where this choice is to draft nothing.
+            made = [
+                steps[i] if length else replace(steps[i], room=0, num_draft_tokens=0, num_accepted_tokens=0)
+                for i, length in zip(group.places, group.choice.lengths, strict=True)
+            ]
+            group.experience.note(group.choice, requests, made, seconds if len(self.choices) == 1 else None)
+
+
+def plan(parts: Parts, states: Sequence[Running], rooms: Sequence[int]) -> DraftPlan:
+    """Choose who drafts, and how much. A drafter of several chooses one of them for each request, then a length policy
+    may choose lengths for all requests together: for those that copy by what is known of copies, and where it would
+    have none of them, for the others with the last drafter.
+
+    Args:
+        rooms: Deepest draft of each request, as `room` returns it.
+    """
+    # Asking a protocol takes twenty times as long as asking for an attribute.
+    several, loads = any(hasattr(drafter, "choose") for drafter, _ in groups(states)), hasattr(parts.length, "choose")
+    if not several and not loads:
+        return DraftPlan(states=states, rooms=rooms)
+    if not several:
+        choice = cast(LoadPolicy, parts.length).choose(parts.experience, states, rooms)
+        every = GroupChoice(experience=parts.experience, places=range(len(states)), choice=choice)
+        return DraftPlan(states=states, rooms=choice.lengths, choices=[every])
+    seen, limits, choices = _chosen(parts, states, rooms), list(rooms), list[GroupChoice]()
+    copying = [i for i, view in enumerate(seen) if view is not states[i] and view.drafter is not _last(states[i])]
+
+    def bound(places: Sequence[int], experience: Experience) -> None:
+        """Let the length policy choose for some of the requests."""
+        left = [fits(drafter_of(seen[i]), len(seen[i].tokens), rooms[i]) for i in places]
+        if loads and places:
+            choice = cast(LoadPolicy, parts.length).choose(experience, [seen[i] for i in places], left)
+            choices.append(GroupChoice(experience=experience, places=places, choice=choice))
+            left = list(choice.lengths)
+        for i, length in zip(places, left, strict=True):
+            limits[i] = length
+
+    bound(copying, parts.experience.of_copies)
+    resting = [i for i in copying if not limits[i]]
+    for i in resting:
+        seen[i] = cast(Choosing, states[i].drafter).instead(states[i])
+    bound([i for i in range(len(states)) if i not in copying or i in resting], parts.experience)
+    return DraftPlan(states=seen, rooms=limits, choices=choices)
+
+
+def _chosen(parts: Parts, states: Sequence[Running], rooms: Sequence[int]) -> list[Running]:
+    """The requests as the drafters see them that are chosen for them."""
+    chosen = list(states)
+    for drafter, places in groups(states):
+        if hasattr(drafter, "choose"):
+            some = [states[i] for i in places]
+            left = [min(parts.length.limit(states[i].length_state), rooms[i]) for i in places]
+            for i, view in zip(places, cast(Choosing, drafter).choose(some, left, parts.experience.costs), strict=True):
+                chosen[i] = view
+    return chosen
+
+
+def _last(state: Running) -> Drafter:
+    """The last of a request's several drafters."""
+    return drafter_of(state).components[-1]
 
 
 def draft(parts: Parts, states: Sequence[Running], rooms: Sequence[int], dice: Dice, device: torch.device) -> Draft:
     """Draft one tree per request, all requests of a drafter together.
 
     Args:
-        rooms: Deepest draft of each request, as `room` returns it.
+        states: The requests as their drafters see them.
+        rooms: Deepest draft of each request.
         device: Where drafts are drawn.
     """
     grouped = groups(states)
+    # Drafters that have nothing to do need not be asked.
+    grouped = [each for each in grouped if any(rooms[i] for i in each[1])] or grouped[:1]
     if len(grouped) == 1:
-        return grow(grouped[0][0], parts.tree, parts.length, states, rooms, dice, device)
+        drafter = grouped[0][0]
+        return grow(drafter, _tree_of(parts, drafter), parts.length, states, rooms, dice, device)
     drafts, which = [], np.zeros(len(states), dtype=np.int64)
     for number, (drafter, places) in enumerate(grouped):
         drafter_rooms = [left if i in places else 0 for i, left in enumerate(rooms)]
-        drafts.append(grow(drafter, parts.tree, parts.length, states, drafter_rooms, dice, device))
+        drafts.append(grow(drafter, _tree_of(parts, drafter), parts.length, states, drafter_rooms, dice, device))
         which[places] = number
-    return _selected(drafts, which)
+    return _selected(drafts, which, parts.tree.structure)
+
+
+def _tree_of(parts: Parts, drafter: Drafter) -> Tree:
+    """How the drafts of a drafter grow. Single tokens make a chain, also beside branching trees."""
+    return ChainTree() if parts.tree.structure != "chain" and drafter.rows == "point" else parts.tree
 
 
 def commit(states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
     """Tell drafters which nodes of their drafts were accepted, by the nodes' numbers."""
     for drafter, places in groups(states):
         drafter.commit([states[i] for i in places], [paths[i] for i in places])
-
-
-def bounded(parts: Parts, states: Sequence[Running], rooms: Sequence[int]) -> tuple[Sequence[int], LengthChoice | None]:
-    """Rooms within the lengths that the length policy chooses for all requests together, and this choice; None for a
-    policy that chooses none.
-    """
-    # Asking a protocol takes twenty times as long as asking for an attribute.
-    if not hasattr(parts.length, "choose"):
-        return rooms, None
-    choice = cast(LoadPolicy, parts.length).choose(parts.experience, states, rooms)
-    return choice.lengths, choice
 
 
 def reads(parts: Parts, states: Sequence[Running]) -> bool:
@@ -114,7 +206,7 @@ def _waits(parts: Parts, drafter: Drafter) -> bool:
     """Whether a drafter reads new positions when it drafts next. So does one that can wait, if the length policy may
     choose to draft nothing.
     """
-    return drafter.waits and hasattr(parts.length, "choose")
+    return hasattr(parts.length, "choose") and all(each.waits for each in drafter.components)
 
 
 def _part(observed: Observed, places: Sequence[int], taps: Sequence[int]) -> Observed:
@@ -130,62 +222,55 @@ def _part(observed: Observed, places: Sequence[int], taps: Sequence[int]) -> Obs
     )
 
 
-def _selected(drafts: Sequence[Draft], which: Int[np.ndarray, " requests"]) -> Draft:
-    """One draft that takes request r from `drafts[which[r]]`. Its rows cover the whole vocabulary."""
-    wide = [_widened(each) for each in drafts]
-    pieces = [_request(wide[which[r]], r) for r in range(len(which))]
-    sizes = [len(piece.tokens) for piece in pieces]
-    offsets = np.cumsum([0, *sizes])
-    drawn = np.cumsum([0, *(0 if piece.rows is None else len(piece.rows) for piece in pieces)])
-    links = np.cumsum([0, *(len(piece.links) for piece in pieces)])
-    rows = [piece.rows for piece in pieces if piece.rows is not None]
+def _selected(drafts: Sequence[Draft], which: Int[np.ndarray, " requests"], structure: Structure) -> Draft:
+    """One draft that takes request r from `drafts[which[r]]`. All drafts have all requests."""
+    requests = np.arange(len(which))
+    nodes = _behind_each_other([len(draft.parents) for draft in drafts])
+    links = _behind_each_other([len(draft.links) for draft in drafts])
+    drawn = _behind_each_other([0 if draft.rows is None else len(draft.rows) for draft in drafts])
 
-    def moved(values: Int[np.ndarray, " n"], by: int) -> Int[np.ndarray, " n"]:
-        return np.where(values >= 0, values + by, -1)
+    def joined(parts: Iterable[Int[np.ndarray, " _"]], starts: Int[np.ndarray, " bounds"]) -> Int[np.ndarray, " n"]:
+        """Numbers of several drafts, counted on from draft to draft; -1 stays."""
+        return np.concatenate([np.where(each >= 0, each + by, -1) for each, by in zip(parts, starts, strict=False)])
 
+    def chosen(bounds: Sequence[Int[np.ndarray, " bounds"]]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " sizes"]]:
+        """The places of what the chosen draft of each request has, and how many there are of each."""
+        table = np.stack(bounds)
+        firsts, ends = table[which, requests], table[which, requests + 1]
+        return np.concatenate([np.arange(*pair) for pair in zip(firsts, ends, strict=True)]), ends - firsts
+
+    order, sizes = chosen([draft.offsets + by for draft, by in zip(drafts, nodes, strict=False)])
+    of_links, _ = chosen([draft.first_child[draft.offsets] + by for draft, by in zip(drafts, links, strict=False)])
+    place = np.full(nodes[-1] + 1, -1)
+    place[order] = np.arange(len(order))
+    rows, short_list = _rows_of(drafts)
+    tokens = torch.cat([draft.tokens for draft in drafts])
     return Draft(
-        tokens=torch.cat([piece.tokens for piece in pieces]),
-        parents=np.concatenate([moved(piece.parents, by) for piece, by in zip(pieces, offsets.tolist(), strict=False)]),
-        depths=np.concatenate([piece.depths for piece in pieces]),
-        numbers=np.concatenate([piece.numbers for piece in pieces]),
-        offsets=offsets,
-        first_child=np.concatenate(
-            [*(piece.first_child[:-1] + by for piece, by in zip(pieces, links.tolist(), strict=False)), links[-1:]]
-        ),
-        links=np.concatenate([piece.links + by for piece, by in zip(pieces, offsets.tolist(), strict=False)]),
-        rows=torch.cat(rows) if rows else None,
-        row_of=np.concatenate([moved(piece.row_of, by) for piece, by in zip(pieces, drawn.tolist(), strict=False)]),
-        structure=drafts[0].structure,
-    )
-
-
-def _widened(draft: Draft) -> Draft:
-    if draft.rows is None or draft.short_list is None:
-        return draft
-    return replace(draft, rows=draft.short_list.widened(draft.rows), short_list=None)
-
-
-def _request(draft: Draft, request: int) -> Draft:
-    """One request's part of a draft, numbered from 0."""
-    first, end = int(draft.offsets[request]), int(draft.offsets[request + 1])
-    low, high = int(draft.first_child[first]), int(draft.first_child[end])
-    row_of = draft.row_of[first:end]
-    drawn = np.flatnonzero(row_of >= 0)
-    rows = None
-    if draft.rows is not None and len(drawn):
-        rows = draft.rows[upload([row_of[drawn]], draft.rows.device)[0]]
-    numbered = np.full(end - first, -1)
-    numbered[drawn] = np.arange(len(drawn))
-    above = draft.parents[first:end]
-    return Draft(
-        tokens=draft.tokens[first:end],
-        parents=np.where(above >= 0, above - first, -1),
-        depths=draft.depths[first:end],
-        numbers=draft.numbers[first:end],
-        offsets=np.array([0, end - first]),
-        first_child=draft.first_child[first : end + 1] - low,
-        links=draft.links[low:high] - first,
+        tokens=tokens[upload([order], tokens.device)[0]],
+        parents=place[joined([draft.parents for draft in drafts], nodes)[order]],
+        depths=np.concatenate([draft.depths for draft in drafts])[order],
+        numbers=np.concatenate([draft.numbers for draft in drafts])[order],
+        offsets=_behind_each_other(sizes),
+        first_child=_behind_each_other(np.concatenate([np.diff(draft.first_child) for draft in drafts])[order]),
+        links=place[joined([draft.links for draft in drafts], nodes)[of_links]],
         rows=rows,
-        row_of=numbered,
-        structure=draft.structure,
+        row_of=joined([draft.row_of for draft in drafts], drawn)[order],
+        structure=structure,
+        short_list=short_list,
     )
+
+
+def _behind_each_other(sizes: Sequence[int] | Int[np.ndarray, " n"]) -> Int[np.ndarray, " bounds"]:
+    """Where things of these sizes begin that stand behind each other; the last entry is their sum."""
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+
+def _rows_of(drafts: Sequence[Draft]) -> tuple[Float[Tensor, "drawn width"] | None, ShortList | None]:
+    """The rows of several drafts, over the short list that they share, or over the whole vocabulary."""
+    with_rows = [(draft.rows, draft.short_list) for draft in drafts if draft.rows is not None]
+    if not with_rows:
+        return None, None
+    few = with_rows[0][1]
+    if all(other is few for _, other in with_rows):
+        return torch.cat([rows for rows, _ in with_rows]), few
+    return torch.cat([rows if short is None else short.widened(rows) for rows, short in with_rows]), None

@@ -366,7 +366,7 @@ def _update_states(
             # The drafter has taken what lay ahead for committed.
             reached, drafter = len(state.tokens) + len(outcome.tokens) - 1, drafting.drafter_of(state)
             state.drafter_state = drafter.reuse(state.drafter_state, state.request, reached)
-        advance(parts, state, step)
+        advance(parts, state, state, step)
         state.ahead = outcome.ahead
     observed = Observed(
         tokens=np.array([token for row in known for token in row], dtype=np.int64),

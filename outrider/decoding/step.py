@@ -17,6 +17,7 @@ from outrider.decoding.clock import StepClock, clock_on
 from outrider.decoding.progress import cut, tokens_left
 from outrider.decoding.protocol import Cycle, Keep, Parts, Watch
 from outrider.decoding.reading import LogProbs, TargetReading, masks_of
+from outrider.drafters.protocol import Choosing
 from outrider.verifiers.protocol import Carrying, Deciding, Decision, Verifier, plain
 
 
@@ -47,9 +48,9 @@ class StepDecoding:
         clock = clock_on(parts.target.device)
         dice = dice or dice_of(parts, states)
         follow(states)
-        rooms: Sequence[int] = [drafting.room(parts, state, tokens_left(parts, state) - 1) for state in states]
-        rooms, choice = drafting.bounded(parts, states, rooms)
-        draft = drafting.draft(parts, states, rooms, dice, parts.target.device)
+        rooms = [drafting.room(parts, state, tokens_left(parts, state) - 1) for state in states]
+        plan = drafting.plan(parts, states, rooms)
+        draft = drafting.draft(parts, plan.states, plan.rooms, dice, parts.target.device)
         clock.lap("drafter")
         reading = TargetReading.of(parts.target, draft, states, drafting.taps(states))
         clock.lap("target")
@@ -77,7 +78,16 @@ class StepDecoding:
         logprobs = reading.log_probs(states, paths, emitted)
         steps = [
             _step_of(
-                state, reading, i, rooms[i], survivors[i].path, emitted[i], paths[i], logprobs[i], clock, len(states)
+                state,
+                reading,
+                i,
+                plan.rooms[i],
+                survivors[i].path,
+                emitted[i],
+                paths[i],
+                logprobs[i],
+                clock,
+                len(states),
             )
             for i, state in enumerate(states)
         ]
@@ -87,15 +97,12 @@ class StepDecoding:
         clock.lap("commit")
         if len(draft.tokens) > len(states):
             drafting.commit(states, reading.numbered(paths))
-        for state, step in zip(states, steps, strict=True):
-            advance(parts, state, step)
+        for state, view, step in zip(states, plan.states, steps, strict=True):
+            advance(parts, state, view, step)
         if known is not None:
             drafting.observe(parts, states, reading.observed(kept, known))
         clock.lap("drafter")
-        if choice is not None:
-            requests = [state.request for state in states]
-            seconds = None if any(reading.behind) else clock.seconds
-            parts.experience.note(choice, requests, steps, seconds)
+        plan.note(steps, None if any(reading.behind) else clock.seconds)
         return steps
 
 
@@ -151,13 +158,19 @@ def verify(
     return verdict
 
 
-def advance(parts: Parts, state: Running, step: Step) -> None:
-    """Update a request's state after a step: tokens, constraint, length policy."""
+def advance(parts: Parts, state: Running, view: Running, step: Step) -> None:
+    """Update a request's state after a step: tokens, constraint, length policy, drafter of several.
+
+    Args:
+        view: The request as the drafter saw it that drafted: itself, or what a drafter of several returned.
+    """
     state.tokens.extend(step.tokens)
     state.num_steps += 1
     if state.request.constraint is not None:
         state.request.constraint.commit(state.constraint_state, step.tokens)
-    state.length_state = parts.length.update(state.length_state, step)
+    view.length_state = parts.length.update(view.length_state, step)
+    if view is not state:
+        cast(Choosing, state.drafter).learn(state, view, step)
 
 
 def _step_of(

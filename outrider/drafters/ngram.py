@@ -8,7 +8,8 @@ import numpy as np
 
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.exports import Exports
-from outrider.drafters.prediction import PredictedText, counts, note_accepted
+from outrider.drafters.prediction import PredictedText, counts, note_accepted, promised
+from outrider.drafters.protocol import Promise
 from outrider.drafters.token_only import USUAL_HITS, TokenOnly
 
 
@@ -87,6 +88,13 @@ class NgramDrafter(TokenOnly):
             tokens.append(context[at] if at < len(context) else -1)
         return Guess(tokens=np.array(tokens))
 
+    def promise(self, state: Running, most: int) -> Promise | None:
+        drafter_state, context = _ngram_state(state), state.tokens
+        if (promise := promised(drafter_state.prediction, context, most)) is not None:
+            return promise
+        match = self._look(context, drafter_state)
+        return Promise(match=match, tokens=min(most, len(context) - drafter_state.start)) if match else None
+
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         note_accepted([_ngram_state(state).prediction for state in states], paths)
 
@@ -98,6 +106,10 @@ class NgramDrafter(TokenOnly):
         return predicted if predicted >= 0 else self._first(context, drafter_state)
 
     def _first(self, context: Sequence[int], drafter_state: NgramState) -> int:
+        return context[drafter_state.start] if self._look(context, drafter_state) else -1
+
+    def _look(self, context: Sequence[int], drafter_state: NgramState) -> int:
+        """Length of the longest end of the context that recurs; 0 if none does. Its place goes into `start`."""
         for end in range(max(drafter_state.indexed, 1), len(context)):
             for size in range(self.prompt_lookup_min, min(self.prompt_lookup_max, end) + 1):
                 drafter_state.ends[tuple(context[end - size : end])] = end
@@ -106,8 +118,8 @@ class NgramDrafter(TokenOnly):
         for size in range(min(self.prompt_lookup_max, len(context)), self.prompt_lookup_min - 1, -1):
             if (place := drafter_state.ends.get(tuple(context[-size:]), -1)) >= 0:
                 drafter_state.start = place
-                return context[place]
-        return -1
+                return size
+        return 0
 
 
 def _ngram_state(state: Running) -> NgramState:

@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.core.types import Request
+from outrider.drafters.protocol import Promise
 
 MATCH = 2
 """Tokens of the output's end that must stand in the prediction before drafts follow it again."""
+PREDICTED = 16
+"""As how many matching tokens a text counts that its client predicts."""
 
 
 @dataclass(kw_only=True)
@@ -50,6 +53,18 @@ class PredictedText:
 
     def begin(self, context: Sequence[int]) -> int:
         """The token that the prediction has behind the context; -1 where it has none."""
+        self._follow(context)
+        drafted = self._token(self.place)
+        self.drafts = drafted >= 0
+        return drafted
+
+    def left(self, context: Sequence[int]) -> int:
+        """How many tokens the prediction has behind the context."""
+        self._follow(context)
+        return len(self.tokens) - self.place if self.place >= 0 else 0
+
+    def _follow(self, context: Sequence[int]) -> None:
+        """Find the place of the next token of the output."""
         for token in context[self.seen :]:
             agrees = 0 <= self.place < len(self.tokens) and self.tokens[self.place] == token
             self.place = self.place + 1 if agrees else -1
@@ -57,9 +72,6 @@ class PredictedText:
         self.seen = len(context)
         if self.place < 0 and len(context) - self.first >= MATCH:
             self.place = self._place_behind(tuple(context[-MATCH:]))
-        drafted = self._token(self.place)
-        self.drafts = drafted >= 0
-        return drafted
 
     def further(self, depth: int) -> int:
         """The token behind a node of a draft that copies the prediction; -1 where it ends.
@@ -100,3 +112,9 @@ def note_accepted(predictions: Sequence[PredictedText | None], paths: Sequence[S
 def counts(prediction: PredictedText | None) -> tuple[int, int]:
     """Draft tokens copied from a prediction: how many were accepted, and how many were not."""
     return (0, 0) if prediction is None else (prediction.accepted, prediction.copied - prediction.accepted)
+
+
+def promised(prediction: PredictedText | None, context: Sequence[int], most: int) -> Promise | None:
+    """What a copy of a prediction promises behind the context, of at most so many tokens; None if it goes not on."""
+    left = 0 if prediction is None else prediction.left(context)
+    return Promise(match=PREDICTED, tokens=min(most, left)) if left else None

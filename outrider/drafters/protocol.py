@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.core.option import Bounds
-from outrider.core.types import Frontier, Guess, Request, Running
+from outrider.core.types import Frontier, Guess, Request, Running, Step
 from outrider.drafters.exports import Exports
+from outrider.lengths.costs import CostTable
 from outrider.lm.slots.batch import upload
 from outrider.lm.target_info import TargetInfo
 
@@ -60,6 +61,7 @@ class Drafter(Protocol):
     The defaults here are those of a drafter that reads only tokens and keeps no state.
 
     Attributes:
+        components: The drafters that draft for it, the costliest last; itself, if it is no drafter of several.
         rows: The kind of its guesses.
         context_pure: Whether a guess depends on the tokens alone, not on hidden states or on weights that change.
         taps: The hidden states of the target that `observe` gets, as numbers of `Readable` in `outrider.lm.protocol`.
@@ -83,6 +85,10 @@ class Drafter(Protocol):
     usual_hits: ClassVar[float] = 1.0
     trainer: ClassVar[str | None] = None
     exports: ClassVar[Exports] = Exports()
+
+    @property
+    def components(self) -> tuple["Drafter", ...]:
+        return (self,)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -174,6 +180,54 @@ class Drafter(Protocol):
         return self
 
 
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """What a copy of earlier text promises.
+
+    Attributes:
+        match: How many tokens the context shares with the text before the copy.
+        tokens: Most tokens that can be copied.
+    """
+
+    match: int
+    tokens: int
+
+
+@runtime_checkable
+class Copying(Protocol):
+    """A drafter that copies earlier text, and can say beforehand what that promises."""
+
+    def promise(self, state: Running, most: int) -> Promise | None:
+        """What a draft of at most so many tokens promises; None if there is nothing to copy. Drafts nothing yet."""
+        ...
+
+
+@runtime_checkable
+class Choosing(Protocol):
+    """A drafter of several."""
+
+    def choose(self, states: Sequence[Running], rooms: Sequence[int], costs: CostTable | None) -> list[Running]:
+        """The requests as those of its components see them that draft for them in this step: `drafter`, `drafter_state`
+        and `length_state` are the component's, all else is shared. A request without room is returned itself.
+
+        Args:
+            rooms: Deepest draft of each request; 0 drafts nothing.
+            costs: What steps cost; None if that is not known.
+        """
+        ...
+
+    def instead(self, state: Running) -> Running:
+        """The request as its last component sees it, which then drafts in place of the chosen one."""
+        ...
+
+    def learn(self, state: Running, view: Running, step: Step) -> None:
+        """Learn what a step brought to a request and to what `choose` returned for it. `state.tokens` has its tokens.
+        What is learnt goes into a new value of `state.drafter_state`, so that it is forgotten where the step fails and
+        is made again.
+        """
+        ...
+
+
 @runtime_checkable
 class Unbound(Protocol):
     """A drafter before it is bound to a target: the options that a user gave."""
@@ -210,3 +264,12 @@ class UnboundModel(Unbound, Protocol):
 def check_longest(max_context: int | None) -> None:
     """Raise InputError if a longest context holds no token."""
     Bounds(least=1).check("max_context", max_context)
+
+
+def fits(drafter: Drafter, num_tokens: int, left: int) -> int:
+    """Deepest draft of a drafter behind so many tokens, at most `left`."""
+    if (most := drafter.max_context) is not None:
+        left = min(left, most - num_tokens - 1)
+    if (most := drafter.max_depth) is not None:
+        left = min(left, most)
+    return max(left, 0)

@@ -12,7 +12,8 @@ from outrider.core.option import CheckedOptions, option
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.automaton import SEPARATOR, SuffixAutomaton
 from outrider.drafters.exports import Exports
-from outrider.drafters.prediction import PredictedText, counts, note_accepted
+from outrider.drafters.prediction import PredictedText, counts, note_accepted, promised
+from outrider.drafters.protocol import Promise
 from outrider.drafters.token_only import USUAL_HITS, TokenOnly
 from outrider.lm.target_info import TargetInfo
 
@@ -97,14 +98,7 @@ class SuffixDrafter(CheckedOptions, TokenOnly):
         tokens = []
         for state in states:
             drafter_state = _suffix_state(state)
-            for token in state.tokens[drafter_state.automaton.size :]:
-                drafter_state.automaton.append(token)
-                drafter_state.shared = None if drafter_state.shared is None else drafter_state.shared.step(token)
-            here = drafter_state.automaton.repeated_suffix()
-            matches = [
-                SuffixMatch(automaton=drafter_state.automaton, state=here, length=drafter_state.automaton.length[here])
-            ]
-            drafter_state.drafting = {0: matches if drafter_state.shared is None else [*matches, drafter_state.shared]}
+            drafter_state.drafting = {0: _matches(state)}
             predicted = -1 if drafter_state.prediction is None else drafter_state.prediction.begin(state.tokens)
             tokens.append(predicted if predicted >= 0 else self._likeliest(drafter_state.drafting[0]))
         return Guess(tokens=np.array(tokens))
@@ -127,6 +121,12 @@ class SuffixDrafter(CheckedOptions, TokenOnly):
             tokens.append(self._likeliest(drafter_state.drafting[node]))
         return Guess(tokens=np.array(tokens))
 
+    def promise(self, state: Running, most: int) -> Promise | None:
+        if (promise := promised(_suffix_state(state).prediction, state.tokens, most)) is not None:
+            return promise
+        match = _best(_matches(state)).length
+        return Promise(match=match, tokens=most) if match >= self.min_match else None
+
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         note_accepted([_suffix_state(state).prediction for state in states], paths)
 
@@ -134,7 +134,7 @@ class SuffixDrafter(CheckedOptions, TokenOnly):
         return counts(state.prediction if isinstance(state, SuffixState) else None)
 
     def _likeliest(self, matches: Sequence[SuffixMatch]) -> int:
-        best = max((match.shorten() for match in matches), key=lambda match: match.length)
+        best = _best(matches)
         return best.automaton.likeliest(best.state) if best.length >= self.min_match else -1
 
 
@@ -171,6 +171,23 @@ def _entry(line: str, place: str, target_info: TargetInfo) -> list[int]:
     if wrong := [token for token in tokens if not 0 <= token < target_info.vocab_size]:
         raise InputError(f"{place}: token id {wrong[0]} is not in 0 .. {target_info.vocab_size - 1}")
     return tokens
+
+
+def _matches(state: Running) -> list[SuffixMatch]:
+    """The longest ends of a context that its own automaton and the shared one know."""
+    drafter_state = _suffix_state(state)
+    automaton = drafter_state.automaton
+    for token in state.tokens[automaton.size :]:
+        automaton.append(token)
+        drafter_state.shared = None if drafter_state.shared is None else drafter_state.shared.step(token)
+    here = automaton.repeated_suffix()
+    own = SuffixMatch(automaton=automaton, state=here, length=automaton.length[here])
+    return [own] if drafter_state.shared is None else [own, drafter_state.shared]
+
+
+def _best(matches: Sequence[SuffixMatch]) -> SuffixMatch:
+    """The longest of some matches that something follows; the first of equal ones."""
+    return max((match.shorten() for match in matches), key=lambda match: match.length)
 
 
 def _suffix_state(state: Running) -> SuffixState:

@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -171,6 +172,11 @@ class CostTable:
     def missed(self, requests: int, *, sampled: bool, context: int) -> Float[np.ndarray, " asking"]:
         """Seconds of steps of so many requests in which the drafter finds no draft, by how many of them ask for one."""
         return self._worked_out(requests, sampled, context, 1)[1]
+
+    @cached_property
+    def without_drafter(self) -> "CostTable":
+        """What steps cost in which another drafter drafts, which takes no time."""
+        return replace(self, rows=tuple(replace(row, drafter=0.0) for row in self.rows), catch_up=0.0)
 
     def tree(self, requests: int, widths: Sequence[int], *, sampled: bool, context: int) -> float:
         r"""Seconds of a step in which all requests draft a tree, estimated from steps of chains.

@@ -85,6 +85,7 @@ class Experience:
         self._began = time.monotonic()
         self._log_drift = 0.0
         self._next_save = FIRST_SAVE
+        self._of_copies: Experience | None = None
 
     @classmethod
     def recalled(cls, costs: CostTable | None, key: Mapping[str, Any]) -> "Experience":
@@ -110,6 +111,15 @@ class Experience:
         """What the last steps took, over what they cost by the table. It changes no choice."""
         return math.exp(self._log_drift)
 
+    @property
+    def of_copies(self) -> "Experience":
+        """What is known of steps that copy text in place of the drafter whose steps the costs are. It learns apart."""
+        if self._of_copies is None:
+            costs = None if self.costs is None else self.costs.without_drafter
+            key = None if self._key is None else {**self._key, "copies": True}
+            self._of_copies = Experience(costs) if key is None else Experience.recalled(costs, key)
+        return self._of_copies
+
     def pooled(self, request: Request) -> Counts:
         """The pooled acceptance of requests like this one."""
         return self.sampled if request.sampling.temperature > 0 else self.greedy
@@ -118,12 +128,15 @@ class Experience:
         """The same acceptance with other costs, which are not due."""
         other = Experience(costs, key=self._key)
         other.greedy, other.sampled = self.greedy, self.sampled
+        if self._of_copies is not None:
+            other._of_copies = self._of_copies.with_costs(None if costs is None else costs.without_drafter)
         return other
 
     def copied(self) -> "Experience":
         """A copy that learns apart and keeps nothing. The costs are shared, because they never change."""
         other = Experience(self.costs)
         other.greedy, other.sampled, other.state = self.greedy, self.sampled, self.state
+        other._of_copies = None if self._of_copies is None else self._of_copies.copied()
         return other
 
     def note(
@@ -155,6 +168,8 @@ class Experience:
 
     def save(self) -> None:
         """Keep the acceptance for later processes."""
+        if self._of_copies is not None:
+            self._of_copies.save()
         if self._key is not None:
             remembered.write(RECORD, self._key, {"greedy": asdict(self.greedy), "sampled": asdict(self.sampled)})
 

@@ -98,7 +98,8 @@ class StepProbe:
     """
 
     def __init__(self, parts: Parts, context: int) -> None:
-        self._parts = replace(parts, experience=Experience())
+        # Of a drafter of several, the steps of the one that costs most.
+        self._parts = replace(parts, drafter=parts.drafter.components[-1], experience=Experience())
         self._context = context
         self.text = [(place * 7919 + 11) % parts.target.vocab_size for place in range(PERIOD)]
         self.states: list[Running] = []
@@ -281,7 +282,7 @@ def measure(
         seconds: About how long it may take; by default `SHORT` or `THOROUGH`.
     """
     seconds = seconds or (THOROUGH if thorough else SHORT)
-    deepest = parts.drafter.max_depth
+    deepest = parts.drafter.components[-1].max_depth
     longest = min(max(ALL_LENGTHS) if deepest is None else deepest, parts.target.max_context // 4)
     batches = sorted({b for b in (ALL_BATCHES if thorough else BATCHES) if b < max_requests} | {max_requests})
     before, context = CoreUsage.now(), min(CONTEXT, parts.target.max_context // 4)
@@ -363,7 +364,7 @@ def repeated(bench: StepProbe, kinds: Sequence[StepShape], seconds: float, most:
 
 def _catch_up(parts: Parts, plain: StepCost, drafted: StepCost) -> float:
     """Seconds per token that a drafter reads late: one of its forwards grows with its tokens as the target's does."""
-    if not parts.drafter.waits:
+    if not parts.drafter.components[-1].waits:
         return 0.0
     per_token = max(0.0, drafted.target - plain.target) / drafted.length / plain.target
     return per_token * drafted.drafter / drafted.length

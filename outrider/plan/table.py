@@ -110,6 +110,8 @@ def key_of(parts: Parts) -> Mapping[str, Any]:
 
 
 def _key_of_table(parts: Parts, max_requests: int) -> Mapping[str, Any]:
-    """Under which costs of steps of up to so many requests are kept. Tables of other kinds of steps are not read."""
-    key = {**key_of(parts), "alone": list(ALONE)}
+    """Under which costs of steps of up to so many requests are kept. Tables of other kinds of steps are not read. Of a
+    drafter of several, the one that costs most is measured.
+    """
+    key = {**key_of(replace(parts, drafter=parts.drafter.components[-1])), "alone": list(ALONE)}
     return {**key, "requests": MANY} if max_requests > FEW else key

@@ -41,11 +41,12 @@ def law_error(parts: Parts) -> float:
     batch of two, and so are two steps of one that chooses a length for the batch. It may choose 0, so drafts of a fixed
     length are enumerated beside it. Decoding that drafts ahead drafts two tokens, and is walked until it verifies some
     that were drafted while others were verified. A drafter that reads hidden states drafts nothing in a request's first
-    step, and is enumerated over more steps. Two requests of one batch, each with a drafter of its own, are run by an
-    engine to their ends.
+    step, and is enumerated over more steps; so is one that chooses by what its drafts brought. Two requests of one
+    batch, each with a drafter of its own, are run by an engine to their ends.
     """
     lengths = [parts, replace(parts, length=FixedLength())] if isinstance(parts.length, LoadPolicy) else [parts]
-    errors = [_behind_taps(each) if each.drafter.taps else _behind_tokens(each) for each in lengths]
+    several_steps = bool(parts.drafter.taps) or not parts.drafter.context_pure
+    errors = [_from_the_first_step(each) if several_steps else _behind_tokens(each) for each in lengths]
     return max(_routed(parts), *errors)
 
 
@@ -91,8 +92,8 @@ def _behind_tokens(parts: Parts) -> float:
     return law(small, PROMPT, 1).error
 
 
-def _behind_taps(parts: Parts) -> float:
-    """Law error of parts whose drafter reads hidden states.
+def _from_the_first_step(parts: Parts) -> float:
+    """Law error of parts whose drafter reads hidden states, or chooses by what its drafts brought.
 
     Its state after a step depends on more than the tokens, so every world is walked from its first step on.
     """

@@ -117,7 +117,7 @@ def _wide(draft: Draft, rows: Float[Tensor, "n width"]) -> Float[Tensor, "n voca
 
 
 def drawn_with(draft: Draft, rows: Int[np.ndarray, " n"], tokens: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """The probability of drawn tokens, each in the draft's row of that number.
+    """The probability of draft tokens, each in the draft's row of that number; 1 of a chosen token, whose row is -1.
 
     Raises:
         ValueError: Nothing was drawn.
@@ -125,7 +125,8 @@ def drawn_with(draft: Draft, rows: Int[np.ndarray, " n"], tokens: Int[Tensor, " 
     if draft.rows is None:
         raise ValueError("these tokens were chosen, not drawn")
     places = tokens if draft.short_list is None else draft.short_list.places[tokens]
-    return draft.rows[upload(rows, draft.rows.device), places]
+    drawn = draft.rows[upload(rows, draft.rows.device), places]
+    return drawn if (rows >= 0).all() else torch.where(upload(rows >= 0, drawn.device), drawn, 1.0)
 
 
 def first_children(draft: Draft, nodes: Int[np.ndarray, " n"], device: torch.device) -> Int[Tensor, " n"]:
@@ -192,10 +193,7 @@ def chains(draft: Draft, target_rows: Float[Tensor, "nodes vocab"]) -> Chains:
         p = target_rows[children - 1, tokens].double()
         q = torch.ones_like(p)
         if draft.rows is not None:
-            row_of = draft.row_of[inner - 1]
-            q = drawn_with(draft, row_of.clip(0), tokens).double()
-            if (row_of < 0).any():
-                q = torch.where(upload(row_of >= 0, p.device), q, 1.0)
+            q = drawn_with(draft, draft.row_of[inner - 1], tokens).double()
         owners = np.repeat(np.arange(len(roots)), lengths)
         pq[:, owners, draft.depths[inner] - 1] = torch.stack([p, q]).cpu().numpy()
     return Chains(roots=roots, lengths=lengths, p=pq[0], q=pq[1])

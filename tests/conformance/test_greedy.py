@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from outrider import catalog
 from outrider.core.types import Draft, Sampling, Verdict
+from outrider.drafters.first import FirstDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
@@ -104,6 +105,8 @@ CHAINS = {
     "model-token-svip": (None, TokenVerifier(), SvipLength(num_speculative_tokens=6)),
     "model-block-tetris": (None, BlockVerifier(), TetrisLength(num_speculative_tokens=2, extra=2)),
     "model-block-goodput": (None, BlockVerifier(), GoodputLength()),
+    "first-block": ("first", BlockVerifier(), FixedLength(num_speculative_tokens=4)),
+    "first-match-goodput": ("first", MatchVerifier(), GoodputLength()),
 }
 
 
@@ -113,16 +116,17 @@ def test_chains_give_what_generate_gives(name):
     assert len(set(map(tuple, outputs))) > 1
     for label, (drafter, rule, length) in CHAINS.items():
         target = LanguageModel(model, max_slots=3)
+        guesser = ModelDrafter(lm=noisy_twin(name)) if drafter in (None, "first") else drafter
         parts = parts_of(
             target,
-            drafter or ModelDrafter(lm=noisy_twin(name)),
+            FirstDrafter(drafters=(SuffixDrafter(min_match=1), guesser)) if drafter == "first" else guesser,
             verifier=rule,
             length=length,
             experience=Experience(CostTable.of_formula(made_up)),
         )
         made = Engine(parts, max_slots=3).generate(prompts(13, 5, 21), max_new_tokens=NUM_TOKENS, sampling=GREEDY)
         assert [output.tokens for output in made] == outputs, label
-        if drafter is None:
+        if drafter in (None, "first"):
             assert sum(output.num_accepted_tokens for output in made) > 0, label
 
 

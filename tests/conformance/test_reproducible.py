@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from outrider.core.types import Sampling
+from outrider.drafters.first import FirstDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
@@ -21,7 +22,7 @@ from tests.world.parts import parts_of
 from tests.world.steering import steered_drafter
 from tests.world.zoo import VOCAB
 
-DRAFTERS = ("none", "ngram", "suffix", "model", "steered", *HEADS, *LAYERS)
+DRAFTERS = ("none", "ngram", "suffix", "model", "steered", "first", *HEADS, *LAYERS)
 POINTS = ("none", "ngram", "suffix")
 LENGTHS = (1, 3, 6)
 TREES = ("gumbel:branching=3x2x1", "dynamic:width=3,num_nodes=8")
@@ -45,6 +46,8 @@ def drafter_of(name: str, model: LanguageModel, slots: int) -> Drafter:
         return ModelDrafter(lm=LanguageModel(llama(num_layers=1).float(), max_slots=slots))
     if name == "steered":
         return steered_drafter(model, max_slots=slots)
+    if name == "first":
+        return FirstDrafter(drafters=(SuffixDrafter(min_match=1), drafter_of("model", model, slots)))
     plain = {"none": NoDrafter(), "ngram": NgramDrafter(prompt_lookup_min=1), "suffix": SuffixDrafter(min_match=1)}
     return plain[name] if name in plain else head(name, TargetInfo.of(model, None))
 

@@ -17,7 +17,7 @@ from tests.world.models import llama
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5, 6, 7, 5, 6, 7], [9, 8, 9, 8, 9, 8], [4, 4, 4, 4]]
 CELLS = {
     f"{drafter}, {verifier}": {"drafter": drafter, "verifier": verifier}
-    for drafter in ("ngram:prompt_lookup_min=1", "suffix:min_match=1", "model")
+    for drafter in ("ngram:prompt_lookup_min=1", "suffix:min_match=1", "model", "first")
     for verifier in ("token", "block", "match")
 }
 
@@ -64,7 +64,8 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_the_same_command_with_the_same_seed_repeats_its_text(cell, draft_model):
-    options = CELLS[cell] | ({"drafter": draft_model} if CELLS[cell]["drafter"] == "model" else {})
+    written = {"model": draft_model, "first": f"first:suffix:min_match=1,{draft_model}"}
+    options = CELLS[cell] | {"drafter": written.get(CELLS[cell]["drafter"], CELLS[cell]["drafter"])}
     sampling = [Sampling(temperature=warmth, seed=seed) for seed, warmth in enumerate((1.0, 0.7, 1.3, 1.0))]
 
     def texts(engine: Engine) -> list[list[int]]:
