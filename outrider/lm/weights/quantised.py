@@ -7,9 +7,11 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from outrider.core.types import InputError
-from outrider.lm.weights.blocks import GROUP, KINDS, SLICE, BlockWeight
+from outrider.lm.weights.blocks import GROUP, KINDS, BlockWeight
 from outrider.lm.weights.fits import Fits
 
+AT_ONCE = 1 << 19
+"""Weights that are rounded at once: about what a cache holds."""
 FALLBACK = {"Q4_K": "Q5_0"}
 """What llama.cpp takes where rows are no whole blocks."""
 
@@ -39,9 +41,8 @@ def quantised(weight: Float[Tensor, "rows in_features"], kind: str) -> BlockWeig
     size = KINDS[kind].weights
     if weight.shape[1] % size:
         raise InputError(f"{kind} has blocks of {size} weights, and a row of {weight.shape[1]} is not made of them")
-    slices = [
-        QUANTISERS[kind](part.float().unflatten(1, (-1, GROUP))).flatten(1) for part in weight.detach().split(SLICE)
-    ]
+    parts = weight.detach().split(max(1, AT_ONCE // weight.shape[1]))
+    slices = [QUANTISERS[kind](part.float().unflatten(1, (-1, GROUP))).flatten(1) for part in parts]
     return BlockWeight.of_gguf(torch.cat(slices), kind)
 
 
