@@ -20,7 +20,8 @@ def test_compiled_forwards_compute_from_packed_weights_in_their_places(tmp_path)
         assert results["compiled"]
         assert set(results["differing"].values()) == {0}, results["differing"]
         assert "0.model.embed_tokens.data" in results["own"]
-        assert results["at hand"] == ["eager", "compiled"]
+        # Layers that stayed plain may be packed in bfloat16.
+        assert [kind for kind in results["at hand"] if kind != "packed"] == ["eager", "compiled"]
     without = found["torch.float32"]["without a compiler"]
     assert not without["there"]
     assert without["at hand"] == ["eager"]
