@@ -1,5 +1,6 @@
 """A model of plain weights that is quantised while it is opened."""
 
+import json
 import logging
 import shutil
 import weakref
@@ -25,8 +26,10 @@ from outrider.lm.weights.plain import has_blocks
 from outrider.lm.weights.quantised import quantised
 from outrider.lm.weights.quantiser import KINDS, Quantiser
 from outrider.proof.gate import in_float32
-from outrider.training.online.learning import why_not
+from outrider.setup import Setup
+from outrider.training.online.learning import check_setup, why_not
 from recipes.tiny import scrambled
+from tests.cli.runs import run
 from tests.lm.weights.test_gguf import CONFIGS, packed, tiny
 from tests.world.gguf_files import write_gguf
 
@@ -227,3 +230,17 @@ def test_a_target_and_a_draft_model_are_quantised_and_compared_with_the_same_wei
     assert exact.parts.target.dtype == exact.parts.drafter.lm.dtype == torch.float32
     for packed_model, plain in ((target, exact.parts.target.model), (draft, exact.parts.drafter.lm.model)):
         assert torch.equal(plain.lm_head.weight, packed_model.lm_head.blocks.dequantised(torch.float32))
+
+
+def test_learning_refuses_a_quantised_draft_model_before_weights_are_read(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(InputError, match="packed and cannot be trained; leave out weights="):
+        check_setup(Setup(target=str(folder), drafter=f"model:path={folder},weights=q8_0"))
+
+
+def test_the_command_line_quantises_the_target(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    given = ("generate", "--prompt", "Once", "--max-new-tokens", "4", "--device", "cpu", "--no-probe", "--json")
+    status, out, _ = run(monkeypatch, capsys, *given, "--weights", "q8_0")
+    assert status == 0
+    assert len(json.loads(out)["tokens"]) == 4
