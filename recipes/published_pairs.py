@@ -25,6 +25,9 @@ from transformers import (
     MuseGlimmerConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
 )
 
 from outrider.lm.hf.assistant import layers_that_share
@@ -32,7 +35,7 @@ from recipes.tiny import scrambled
 
 TINY_VOCAB = 64
 NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
-ADDING = ("o_proj.weight", "down_proj.weight", "down_proj", *NORMS)
+ADDING = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj", *NORMS)
 """Ends of the names of weights in whose proportion a layer adds to its input."""
 NUM_ASSISTANT_TOKENS = 3
 """What the file of an assistant says about how many tokens transformers drafts."""
@@ -78,6 +81,20 @@ class Size:
         kinds = ["sliding_attention", "full_attention"] * (self.layers // 2)
         return self.common | {"layer_types": kinds, "sliding_window": self.window}
 
+    @property
+    def recurrent(self) -> dict[str, Any]:
+        """Settings of families in which the last layer alone attends, and others keep a state."""
+        kinds = ["linear_attention"] * (self.layers - 1) + ["full_attention"]
+        widths = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        return self.common | {"layer_types": kinds, **widths, **heads}
+
+    @property
+    def experts(self) -> dict[str, Any]:
+        """Settings of families of Qwen with experts."""
+        widths = {"moe_intermediate_size": self.hidden, "shared_expert_intermediate_size": self.hidden}
+        return {"num_experts": 4, "num_experts_per_tok": 2, **widths}
+
 
 def glm4_moe(size: Size) -> PreTrainedConfig:
     """GLM-4 MoE."""
@@ -100,12 +117,32 @@ def mellum(size: Size) -> PreTrainedConfig:
     return MellumConfig(**size.mixed, **experts)
 
 
+def qwen3_next(size: Size) -> PreTrainedConfig:
+    """Qwen3-Next: three layers of four keep a state."""
+    return Qwen3NextConfig(**size.recurrent, **size.experts)
+
+
+def qwen3_5(size: Size) -> PreTrainedConfig:
+    """The texts of Qwen3.5 and Qwen3.6."""
+    return Qwen3_5TextConfig(**size.recurrent)
+
+
+def qwen3_5_moe(size: Size) -> PreTrainedConfig:
+    """The texts of their mixtures of experts."""
+    return Qwen3_5MoeTextConfig(**size.recurrent, **size.experts)
+
+
 FAMILIES: Mapping[str, Callable[[Size], PreTrainedConfig]] = {
     "glm4_moe": glm4_moe,
     "deepseek_v3": deepseek_v3,
     "mellum": mellum,
+    "qwen3_next": qwen3_next,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
 }
 """Families with multi-token-prediction layers that transformers loads."""
+BESIDE = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Those whose layers transformers loads if it is told that there are some."""
 
 
 def mtp_target(family: str, size: Size, folder: Path, *, num_mtp_layers: int = 1, seed: int = 0) -> Path:
@@ -116,7 +153,8 @@ def mtp_target(family: str, size: Size, folder: Path, *, num_mtp_layers: int = 1
     config, first = FAMILIES[family](size), size.layers
     deeper = json.loads(config.to_json_string(use_diff=False)) | {"num_hidden_layers": first + num_mtp_layers}
     deeper.pop("num_nextn_predict_layers", None)
-    for name, kind in (("layer_types", "sliding_attention"), ("mlp_layer_types", "sparse")):
+    attention = "full_attention" if family in BESIDE else "sliding_attention"
+    for name, kind in (("layer_types", attention), ("mlp_layer_types", "sparse")):
         if deeper.get(name) is not None:
             deeper[name] = [*deeper[name], *[kind] * num_mtp_layers]
     model = weakened(AutoModelForCausalLM.from_config(type(config).from_dict(deeper)), size.strength, seed)
@@ -127,7 +165,8 @@ def mtp_target(family: str, size: Size, folder: Path, *, num_mtp_layers: int = 1
         _add_layer(tensors, family, first + number, size.hidden, seed)
     save_file(tensors, file, metadata={"format": "pt"})
     written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    written |= {"num_hidden_layers": first, "num_nextn_predict_layers": num_mtp_layers}
+    counted = "mtp_num_hidden_layers" if family in BESIDE else "num_nextn_predict_layers"
+    written |= {"num_hidden_layers": first, counted: num_mtp_layers}
     for name in ("layer_types", "mlp_layer_types"):
         if written.get(name) is not None:
             written[name] = written[name][:first]
@@ -140,8 +179,9 @@ def _add_layer(tensors: dict[str, Tensor], family: str, number: int, hidden: int
     noise = torch.Generator().manual_seed(seed + number)
     fused = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1)
     fused += 0.1 * torch.randn(hidden, 2 * hidden, generator=noise) / hidden**0.5
-    norms = [1 + 0.05 * torch.randn(hidden, generator=noise) for _ in range(3)]
-    if family == "mellum":
+    usual = 0 if family in BESIDE else 1
+    norms = [usual + 0.05 * torch.randn(hidden, generator=noise) for _ in range(3)]
+    if family == "mellum" or family in BESIDE:
         begin = f"model.layers.{number}."
         for name in [name for name in tensors if name.startswith(begin)]:
             tensors[f"mtp.layers.0.{name.removeprefix(begin)}"] = tensors.pop(name)

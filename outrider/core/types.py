@@ -123,6 +123,8 @@ class Request:
             roundings. The engine sets it for requests that come with a seed, unless its verifier draws what no draft
             changes.
         prediction: Tokens that the output may repeat. Drafters that copy earlier text copy them too.
+        owner: Whose request it is. A drafter that remembers texts of ended requests drafts those of the same owner
+            alone.
 
     Raises:
         InputError: A value of the wrong kind. NumPy's numbers become Python's.
@@ -146,6 +148,7 @@ class Request:
     max_draft_context: int | None = option(None, least=0, note=" tokens")
     repeats: bool = False
     prediction: tuple[int, ...] = ()
+    owner: str | None = None
 
     def __post_init__(self) -> None:
         if not all(type(token) is int for token in self.prompt):
@@ -159,6 +162,8 @@ class Request:
             raise InputError(f"sampling must be an outrider.Sampling, got {self.sampling!r}")
         if wrong := [text for text in self.stop if not isinstance(text, str)]:
             raise InputError(f"a stop string must be a text, got {wrong[0]!r}")
+        if not isinstance(self.owner, str | None):
+            raise InputError(f"owner must be a text, got {self.owner!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,6 +392,8 @@ class Step:
         timing: The iteration's shared clock.
         num_requests: Number of requests in the iteration.
         room: Longest draft that the step had room for; the drafter may have found fewer tokens, or none.
+        promised: The probability that the drafter promised of each draft token, if all before it are accepted; none
+            where it promises nothing.
         logprobs: Log-softmax of the raw target logits at each emitted token, if asked for.
         top_logprobs: The same for the likeliest tokens at each position, by token id, if asked for.
         logits: The raw target logits that each emitted token was drawn from, in float32, if asked for.
@@ -400,6 +407,7 @@ class Step:
     num_requests: int
     bonus: bool = False
     room: int = 0
+    promised: tuple[float, ...] = ()
     logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
     logits: Float[Tensor, "n vocab"] | None = None

@@ -81,11 +81,15 @@ class DraftPlan:
     Attributes:
         states: The requests as the drafters see them that draft for them: of a drafter of several, one was chosen.
         rooms: Deepest draft of each request.
+        asked: How long a draft each request was asked for; it may have been cut to its room when it was known.
+        promised: What its drafter promises of its tokens, where it is known already.
         choices: What a length policy chose for all requests together; none for a policy that chooses none.
     """
 
     states: Sequence[Running]
     rooms: Sequence[int]
+    asked: Sequence[int]
+    promised: Sequence[Sequence[float]]
     choices: Sequence[GroupChoice] = ()
 
     def note(self, steps: Sequence[Step], seconds: float | None) -> None:
@@ -94,8 +98,10 @@ class DraftPlan:
             requests = [self.states[i].request for i in group.places]
             # Another drafter may have drafted where this choice is to draft nothing.
             made = [
-                steps[i] if length else replace(steps[i], room=0, num_draft_tokens=0, num_accepted_tokens=0)
-                for i, length in zip(group.places, group.choice.lengths, strict=True)
+                steps[i]
+                if length
+                else replace(steps[i], room=asked, num_draft_tokens=0, num_accepted_tokens=0, promised=())
+                for i, length, asked in zip(group.places, group.choice.lengths, group.choice.asked, strict=True)
             ]
             group.experience.note(group.choice, requests, made, seconds if len(self.choices) == 1 else None)
 
@@ -110,12 +116,19 @@ def plan(parts: Parts, states: Sequence[Running], rooms: Sequence[int]) -> Draft
     """
     # Asking a protocol takes twenty times as long as asking for an attribute.
     several, loads = any(hasattr(drafter, "choose") for drafter, _ in groups(states)), hasattr(parts.length, "choose")
+    asked, promised = list(rooms), list[Sequence[float]]([()] * len(states))
     if not several and not loads:
-        return DraftPlan(states=states, rooms=rooms)
+        return DraftPlan(states=states, rooms=rooms, asked=asked, promised=promised)
     if not several:
-        choice = cast(LoadPolicy, parts.length).choose(parts.experience, states, rooms)
+        choice = _by_load(parts, parts.experience, states, rooms)
         every = GroupChoice(experience=parts.experience, places=range(len(states)), choice=choice)
-        return DraftPlan(states=states, rooms=choice.lengths, choices=[every])
+        return DraftPlan(
+            states=states,
+            rooms=choice.lengths,
+            asked=choice.asked,
+            promised=choice.promised or promised,
+            choices=[every],
+        )
     seen, limits, choices = _chosen(parts, states, rooms), list(rooms), list[GroupChoice]()
     copying = [i for i, view in enumerate(seen) if view is not states[i] and view.drafter is not _last(states[i])]
 
@@ -123,9 +136,11 @@ def plan(parts: Parts, states: Sequence[Running], rooms: Sequence[int]) -> Draft
         """Let the length policy choose for some of the requests."""
         left = [fits(drafter_of(seen[i]), len(seen[i].tokens), rooms[i]) for i in places]
         if loads and places:
-            choice = cast(LoadPolicy, parts.length).choose(experience, [seen[i] for i in places], left)
+            choice = _by_load(parts, experience, [seen[i] for i in places], left)
             choices.append(GroupChoice(experience=experience, places=places, choice=choice))
             left = list(choice.lengths)
+            for i, each, promise in zip(places, choice.asked, choice.promised or [()] * len(places), strict=True):
+                asked[i], promised[i] = each, promise
         for i, length in zip(places, left, strict=True):
             limits[i] = length
 
@@ -134,7 +149,28 @@ def plan(parts: Parts, states: Sequence[Running], rooms: Sequence[int]) -> Draft
     for i in resting:
         seen[i] = cast(Choosing, states[i].drafter).instead(states[i])
     bound([i for i in range(len(states)) if i not in copying or i in resting], parts.experience)
-    return DraftPlan(states=seen, rooms=limits, choices=choices)
+    return DraftPlan(states=seen, rooms=limits, asked=asked if loads else limits, promised=promised, choices=choices)
+
+
+def _by_load(parts: Parts, experience: Experience, states: Sequence[Running], rooms: Sequence[int]) -> LengthChoice:
+    """The lengths that the length policy chooses for some requests together; where drafts are looked up, by what was
+    found.
+    """
+    policy = cast(LoadPolicy, parts.length)
+    choice = policy.choose(experience, states, rooms)
+    looking = [each for each in groups(states) if each[0].looks_up and any(choice.lengths[i] for i in each[1])]
+    if not looking:
+        return choice
+    found: list[Sequence[float] | None] = [() if drafter_of(state).looks_up else None for state in states]
+    looked = list(choice.lengths)
+    for drafter, group in looking:
+        places = [i for i in group if choice.lengths[i]]
+        for i in places:
+            looked[i] = min(rooms[i], parts.length.limit(states[i].length_state))
+        rates = drafter.look_up([states[i] for i in places], [looked[i] for i in places])
+        for i, promise in zip(places, rates, strict=True):
+            found[i] = promise
+    return replace(policy.shorten(experience, states, choice, found), looked=looked)
 
 
 def _chosen(parts: Parts, states: Sequence[Running], rooms: Sequence[int]) -> list[Running]:

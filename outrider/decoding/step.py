@@ -81,7 +81,7 @@ class StepDecoding:
                 state,
                 reading,
                 i,
-                plan.rooms[i],
+                plan,
                 survivors[i].path,
                 emitted[i],
                 paths[i],
@@ -177,7 +177,7 @@ def _step_of(
     state: Running,
     reading: TargetReading,
     index: int,
-    room: int,
+    plan: drafting.DraftPlan,
     accepted: list[int],
     tokens: list[int],
     path: list[int],
@@ -188,7 +188,7 @@ def _step_of(
     """The `Step` of one request.
 
     Args:
-        room: Longest draft that was asked for.
+        plan: Who was to draft how many tokens.
         accepted: Nodes of the accepted path, before the output is cut at its end.
         path: The part of it that was emitted.
     """
@@ -201,7 +201,8 @@ def _step_of(
         tokens=tuple(tokens),
         timing=clock.timing,
         num_requests=num_requests,
-        room=room,
+        room=plan.asked[index],
+        promised=tuple(plan.promised[index][: draft.num_draft_tokens(index)]),
         bonus=bool(draft.first_child[last] == draft.first_child[last + 1]),
         logprobs=logprobs.chosen,
         top_logprobs=logprobs.top,

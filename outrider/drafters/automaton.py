@@ -1,12 +1,42 @@
 """A suffix automaton over token ids, grown token by token, that knows what followed each substring, and how often."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 SUFFIXES = 64
 """How many suffixes of the text learn what followed them, longest first; only periodic text has more."""
 
+ENDS = 8
+"""How many of a match's suffixes are compared, longest first. Those that occur at the same places count once."""
+
 SEPARATOR = -1
 """Stands between texts that do not continue one another; nothing is ever said to be followed by it."""
+
+
+@dataclass(kw_only=True)
+class Continuation:
+    """What most often followed an end of a context in a text, token by token.
+
+    Attributes:
+        tokens: The tokens.
+        shares: The share of each token in all that followed there.
+        length: Tokens of the end of the context.
+        place: Where in the text the first token stood last.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    length: int = 0
+    place: int = -1
+
+    @property
+    def expected(self) -> float:
+        """How many of the tokens will come, if each comes as often as its share says."""
+        total, reached = 0.0, 1.0
+        for share in self.shares:
+            reached *= share
+            total += reached
+        return total
 
 
 class SuffixAutomaton:
@@ -74,6 +104,13 @@ class SuffixAutomaton:
             return self.next[state][token], length + 1
         return 0, 0
 
+    def match(self, tokens: Iterable[int]) -> tuple[int, int]:
+        """State and length of the longest suffix of some tokens that occurs."""
+        state = length = 0
+        for token in tokens:
+            state, length = self.step(state, length, token)
+        return state, length
+
     def shorten(self, state: int, length: int) -> tuple[int, int]:
         """The longest suffix of a match that something follows; the empty one if need be."""
         while state > 0 and not self._followers[state]:
@@ -85,6 +122,52 @@ class SuffixAutomaton:
         """The token that followed a state's substrings most often, the latest of them on a tie; -1 if none did."""
         followers = self._followers[state]
         return max(followers, key=followers.__getitem__) if followers else -1
+
+    def continued(
+        self, state: int, length: int, most: int, *, min_match: int = 1, min_reach: float = 0.0
+    ) -> Continuation:
+        """What most often followed a match, token by token. Where nothing follows it, it is shortened.
+
+        Args:
+            state: The state of the match.
+            length: Its length.
+            most: Most tokens.
+            min_match: The continuation ends where a shorter match would have to be followed.
+            min_reach: It ends before the product of its shares falls below this.
+        """
+        found, reached = Continuation(length=length), 1.0
+        while len(found.tokens) < most:
+            state, length = self.shorten(state, length)
+            if length < min_match or (token := self.likeliest(state)) < 0:
+                break
+            followers = self._followers[state]
+            share = followers[token][0] / sum([count for count, _ in followers.values()])
+            reached *= share
+            if reached < min_reach:
+                break
+            if not found.tokens:
+                found.place = followers[token][1]
+            found.tokens.append(token)
+            found.shares.append(share)
+            state, length = self.next[state][token], length + 1
+        return found
+
+    def best_continuation(
+        self, state: int, length: int, most: int, *, min_match: int = 1, min_reach: float = 0.0
+    ) -> Continuation:
+        """Of the continuations of a match and of its suffixes, the one that expects the most tokens; of equal ones that
+        of the longest. The arguments are those of `continued`.
+        """
+        best = Continuation()
+        for _ in range(ENDS):
+            if length < min_match or best.expected >= most:
+                break
+            found = self.continued(state, length, most, min_match=min_match, min_reach=min_reach)
+            if found.expected > best.expected:
+                best = found
+            state = self.link[state]
+            length = self.length[state]
+        return best
 
     def _count(self, token: int) -> None:
         """Note for every suffix of the text, so far unfollowed at its newest occurrence, that `token` follows."""

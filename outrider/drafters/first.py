@@ -205,6 +205,14 @@ class FirstDrafter(StatefulDrafter[FirstState]):
         pairs = zip(self.drafters, kept.states, strict=True)
         return _shortened(kept, [drafter.fork(each, request, length) for drafter, each in pairs], request, length)
 
+    def ended(self, state: Running) -> None:
+        for number, drafter in enumerate(self.drafters):
+            drafter.ended(self._seen_by(number, state))
+
+    def forget(self) -> None:
+        for drafter in self.drafters:
+            drafter.forget()
+
     def predicted(self, state: object) -> tuple[int, int]:
         pairs = zip(self.drafters, self.checked(state).states, strict=True)
         counts = [drafter.predicted(each) for drafter, each in pairs]

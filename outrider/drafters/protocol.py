@@ -74,6 +74,7 @@ class Drafter(Protocol):
         keeps_cache: Whether it keeps keys and values, or something like them, of every request.
         waits: Whether calls of `observe` may be left out, because `begin` reads the tokens that it has not seen.
         usual_hits: How likely it is taken to find a draft before any was asked for; 1 where it always does.
+        looks_up: Whether it can find its drafts before their lengths are chosen, see `look_up`.
         trainer: The name of the method that trains it; None where there is nothing to train.
         exports: Which other engines run it, and by which names.
     """
@@ -83,6 +84,7 @@ class Drafter(Protocol):
     keeps_cache: ClassVar[bool] = False
     waits: ClassVar[bool] = False
     usual_hits: ClassVar[float] = 1.0
+    looks_up: ClassVar[bool] = False
     trainer: ClassVar[str | None] = None
     exports: ClassVar[Exports] = Exports()
 
@@ -130,6 +132,15 @@ class Drafter(Protocol):
         """
         ...
 
+    def look_up(self, states: Sequence[Running], depths: Sequence[int]) -> list[Sequence[float]]:
+        """Find the next draft of each request. Returns the probability of each of its tokens to be accepted if all
+        before it are. `begin` and `expand` then guess these tokens. Called only if it `looks_up`.
+
+        Args:
+            depths: Most tokens of each draft.
+        """
+        raise NotImplementedError(f"{type(self).__name__} looks nothing up")
+
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         """Guess what follows each node of the frontier, in one batched call."""
         ...
@@ -160,6 +171,14 @@ class Drafter(Protocol):
     def fork(self, state: object, request: Request, length: int) -> object:
         """As `reuse`, but the old state stays valid."""
         return self.open(request)
+
+    def ended(self, state: Running) -> None:
+        """Take note of a request that has ended, by itself or because it was cancelled. Its state may be reused."""
+        return
+
+    def forget(self) -> None:
+        """Forget the texts of ended requests, if it remembers them."""
+        return
 
     def predicted(self, state: object) -> tuple[int, int]:
         """Draft tokens that it copied from the request's prediction: how many were accepted, and how many were not."""

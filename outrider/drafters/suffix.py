@@ -1,7 +1,7 @@
-"""Suffix decoding: what most often followed the longest recurring end of the context (Oliaro et al. 2024)."""
+"""Suffix decoding: what most often followed the recurring ends of the context (Oliaro et al. 2024)."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
@@ -10,58 +10,66 @@ import numpy as np
 
 from outrider.core.option import CheckedOptions, option
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
-from outrider.drafters.automaton import SEPARATOR, SuffixAutomaton
+from outrider.drafters.automaton import SEPARATOR, Continuation, SuffixAutomaton
 from outrider.drafters.exports import Exports
+from outrider.drafters.memory import LEAD, KnownTexts, TextMemory
 from outrider.drafters.prediction import PredictedText, counts, note_accepted, promised
 from outrider.drafters.protocol import Promise
 from outrider.drafters.token_only import USUAL_HITS, TokenOnly
+from outrider.lengths.acceptance import prior_rates
 from outrider.lm.target_info import TargetInfo
 
-
-@dataclass(frozen=True, kw_only=True)
-class SuffixMatch:
-    """The longest end of the context that one automaton knows.
-
-    Attributes:
-        automaton: The automaton.
-        state: Its state after that end.
-        length: Length of that end, in tokens.
-    """
-
-    automaton: SuffixAutomaton
-    state: int = 0
-    length: int = 0
-
-    def step(self, token: int) -> "SuffixMatch":
-        state, length = self.automaton.step(self.state, self.length, token)
-        return replace(self, state=state, length=length)
-
-    def shorten(self) -> "SuffixMatch":
-        state, length = self.automaton.shorten(self.state, self.length)
-        return replace(self, state=state, length=length)
+REACH = 64
+"""Longest end of a context, in tokens, that is looked for in other texts."""
+LEAST = 0.1
+"""A draft ends before the product of its tokens' shares falls below this."""
+LOOK = 16
+"""Tokens of a draft by which possible drafts are compared. So a shorter draft is the beginning of a longer one."""
+READ = 32
+"""Tokens of ended requests that are read in a step, for each request that drafts. A step emits fewer."""
+COPIED = [0.0, *prior_rates(128).tolist()]
+"""How likely a copied token is right, by how many tokens before it match."""
 
 
 @dataclass(kw_only=True)
 class SuffixState:
-    """One request's automaton, its place in the shared one, the draft's matches by node, and the text that the client
-    predicts, if there is one; changes in place.
+    """What is known of one request; changes in place.
+
+    Attributes:
+        automaton: Of the request's own tokens.
+        prediction: The text that the client predicts, if there is one.
+        remembers: Whether it may draft from the texts of other requests.
+        draft: The newest draft.
+        looked: Of how many tokens the context was for which it was found.
+        depth: How many tokens were looked for.
+        source: The remembered texts that it was found in, if it was.
     """
 
     automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
-    shared: SuffixMatch | None = None
-    drafting: dict[int, list[SuffixMatch]] = field(default_factory=dict)
     prediction: PredictedText | None = None
+    remembers: bool = True
+    draft: Continuation = field(default_factory=Continuation)
+    looked: int = 0
+    depth: int = 0
+    source: KnownTexts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuffixDrafter(CheckedOptions, TokenOnly):
-    """Follow the longest end of the context that has occurred before, in the request or in a shared corpus.
+    r"""Follow the ends of the context that have occurred before: in the request, in ended requests, or in a corpus.
 
-    Where several tokens followed it, the most frequent one is proposed, the latest on a tie. The request's own
-    automaton wins where both know an equally long end.
+    For each end that has occurred before, the tokens that most often followed it are a possible draft, the latest on a
+    tie. The share $s_i$ of a token among all that followed there is how likely it seems. Of the possible drafts the one
+    with the most expected tokens $\sum_j \prod_{i \le j} s_i$ is taken; of equal ones that of the longest end, and the
+    request's own before others.
+
+    The outputs of ended requests are remembered, for requests of the same owner. A request that repeats its text by a
+    seed does not draft from them, because what it draws would then depend on other requests.
 
     Attributes:
         min_match: Shortest end, in tokens, that is trusted.
+        max_warm_tokens: Most tokens of ended requests that are remembered, of all owners together. Those whose texts
+            were used longest ago are forgotten. 0 remembers nothing. A token takes about a kilobyte.
         corpus: JSON lines with `text` or `tokens`, read once when the engine is put together; entries stay apart.
 
     Example:
@@ -81,61 +89,121 @@ class SuffixDrafter(CheckedOptions, TokenOnly):
 
     waits: ClassVar[bool] = True
     usual_hits: ClassVar[float] = USUAL_HITS
+    looks_up: ClassVar[bool] = True
 
     min_match: int = option(2, least=1)
+    max_warm_tokens: int = option(1 << 15, least=0, note=" (0 remembers nothing)")
     corpus: str | None = None
     _shared: SuffixAutomaton | None = field(default=None, repr=False, compare=False)
+    _memory: TextMemory = field(default_factory=lambda: TextMemory(0), repr=False, compare=False)
 
     def bind(self, target_info: TargetInfo) -> "SuffixDrafter":
-        """Read the corpus, if there is one."""
-        return self if self.corpus is None else replace(self, _shared=_read(Path(self.corpus), target_info))
+        """Read the corpus, if there is one, and begin to remember."""
+        shared = None if self.corpus is None else _read(Path(self.corpus), target_info)
+        return replace(self, _shared=shared, _memory=TextMemory(self.max_warm_tokens))
 
     def open(self, request: Request) -> SuffixState:
-        shared = None if self._shared is None else SuffixMatch(automaton=self._shared)
-        return SuffixState(shared=shared, prediction=PredictedText.of(request))
+        return SuffixState(prediction=PredictedText.of(request), remembers=not request.repeats)
+
+    def look_up(self, states: Sequence[Running], depths: Sequence[int]) -> list[Sequence[float]]:
+        r"""Find the next draft of each request.
+
+        A token with the share $s$ behind m matching tokens is promised with
+        $s\,\sigma(\operatorname{logit} 0.6 + 0.4 \ln m)$: the longer the match, the likelier the copy.
+        """
+        self._find(states, depths)
+        return [self._rates(state, depth) for state, depth in zip(states, depths, strict=True)]
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
+        self._find(states, depths)
         tokens = []
         for state in states:
             drafter_state = _suffix_state(state)
-            drafter_state.drafting = {0: _matches(state)}
-            predicted = -1 if drafter_state.prediction is None else drafter_state.prediction.begin(state.tokens)
-            tokens.append(predicted if predicted >= 0 else self._likeliest(drafter_state.drafting[0]))
+            prediction, draft = drafter_state.prediction, drafter_state.draft.tokens
+            predicted = -1 if prediction is None else prediction.begin(state.tokens)
+            tokens.append(predicted if predicted >= 0 else draft[0] if draft else -1)
         return Guess(tokens=np.array(tokens))
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         tokens = []
-        for owner, node, parent, depth, token in zip(
-            frontier.owners.tolist(),
-            frontier.nodes.tolist(),
-            frontier.parents.tolist(),
-            frontier.depths.tolist(),
-            frontier.tokens.tolist(),
-            strict=True,
-        ):
+        for owner, depth in zip(frontier.owners.tolist(), frontier.depths.tolist(), strict=True):
             drafter_state = _suffix_state(states[owner])
             if drafter_state.prediction is not None and drafter_state.prediction.drafts:
                 tokens.append(drafter_state.prediction.further(depth))
                 continue
-            drafter_state.drafting[node] = [match.step(token) for match in drafter_state.drafting[parent]]
-            tokens.append(self._likeliest(drafter_state.drafting[node]))
+            draft = drafter_state.draft.tokens
+            tokens.append(draft[depth] if depth < len(draft) else -1)
         return Guess(tokens=np.array(tokens))
 
     def promise(self, state: Running, most: int) -> Promise | None:
         if (promise := promised(_suffix_state(state).prediction, state.tokens, most)) is not None:
             return promise
-        match = _best(_matches(state)).length
-        return Promise(match=match, tokens=most) if match >= self.min_match else None
+        self._find([state], [most])
+        draft = _suffix_state(state).draft
+        return Promise(match=draft.length, tokens=min(most, len(draft.tokens))) if draft.tokens else None
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
+        for state, path in zip(states, paths, strict=True):
+            drafter_state = _suffix_state(state)
+            if path and drafter_state.source is not None:
+                self._memory.use(drafter_state.source, drafter_state.draft.place)
+            drafter_state.source = None
         note_accepted([_suffix_state(state).prediction for state in states], paths)
+
+    def ended(self, state: Running) -> None:
+        if state.output:
+            lead = max(0, len(state.request.prompt) - LEAD)
+            self._memory.add(state.request.owner, state.tokens[lead:])
+
+    def forget(self) -> None:
+        self._memory.forget()
 
     def predicted(self, state: object) -> tuple[int, int]:
         return counts(state.prediction if isinstance(state, SuffixState) else None)
 
-    def _likeliest(self, matches: Sequence[SuffixMatch]) -> int:
-        best = _best(matches)
-        return best.automaton.likeliest(best.state) if best.length >= self.min_match else -1
+    def _find(self, states: Sequence[Running], depths: Sequence[int]) -> None:
+        """Find the drafts of requests whose contexts have grown, of at most so many tokens each."""
+        due = [
+            (state, drafter_state, depth)
+            for state, drafter_state, depth in zip(states, map(_suffix_state, states), depths, strict=True)
+            if drafter_state.looked != len(state.tokens) or drafter_state.depth < depth
+        ]
+        self._memory.read(READ * len(due))
+        for state, drafter_state, depth in due:
+            for token in state.tokens[drafter_state.automaton.size :]:
+                drafter_state.automaton.append(token)
+            drafter_state.looked, drafter_state.depth = len(state.tokens), max(depth, LOOK)
+            drafter_state.draft, drafter_state.source = self._best_draft(state, drafter_state)
+
+    def _best_draft(self, state: Running, drafter_state: SuffixState) -> tuple[Continuation, KnownTexts | None]:
+        """The best draft of the wanted depth, and the remembered texts that it comes from, if it does."""
+        own, depth = drafter_state.automaton, drafter_state.depth
+        here = own.repeated_suffix()
+        best, source = self._best(own, here, own.length[here], depth), None
+        for automaton, known in self._others(state.request, drafter_state):
+            found = self._best(automaton, *automaton.match(state.tokens[-REACH:]), depth)
+            if (found.expected, found.length) > (best.expected, best.length):
+                best, source = found, known
+        return best, source
+
+    def _rates(self, state: Running, depth: int) -> Sequence[float]:
+        drafter_state = _suffix_state(state)
+        draft = drafter_state.draft
+        if (promise := promised(drafter_state.prediction, state.tokens, depth)) is not None:
+            return COPIED[promise.match : promise.match + promise.tokens]
+        return [share * COPIED[min(draft.length + i, len(COPIED) - 1)] for i, share in enumerate(draft.shares[:depth])]
+
+    def _best(self, automaton: SuffixAutomaton, state: int, length: int, depth: int) -> Continuation:
+        return automaton.best_continuation(state, length, depth, min_match=self.min_match, min_reach=LEAST)
+
+    def _others(
+        self, request: Request, drafter_state: SuffixState
+    ) -> Iterator[tuple[SuffixAutomaton, KnownTexts | None]]:
+        """What other texts a request may draft from, and which of them are remembered ones."""
+        if drafter_state.remembers:
+            yield from ((known.automaton, known) for known in self._memory.known(request.owner))
+        if self._shared is not None:
+            yield self._shared, None
 
 
 def _read(path: Path, target_info: TargetInfo) -> SuffixAutomaton:
@@ -171,23 +239,6 @@ def _entry(line: str, place: str, target_info: TargetInfo) -> list[int]:
     if wrong := [token for token in tokens if not 0 <= token < target_info.vocab_size]:
         raise InputError(f"{place}: token id {wrong[0]} is not in 0 .. {target_info.vocab_size - 1}")
     return tokens
-
-
-def _matches(state: Running) -> list[SuffixMatch]:
-    """The longest ends of a context that its own automaton and the shared one know."""
-    drafter_state = _suffix_state(state)
-    automaton = drafter_state.automaton
-    for token in state.tokens[automaton.size :]:
-        automaton.append(token)
-        drafter_state.shared = None if drafter_state.shared is None else drafter_state.shared.step(token)
-    here = automaton.repeated_suffix()
-    own = SuffixMatch(automaton=automaton, state=here, length=automaton.length[here])
-    return [own] if drafter_state.shared is None else [own, drafter_state.shared]
-
-
-def _best(matches: Sequence[SuffixMatch]) -> SuffixMatch:
-    """The longest of some matches that something follows; the first of equal ones."""
-    return max((match.shorten() for match in matches), key=lambda match: match.length)
 
 
 def _suffix_state(state: Running) -> SuffixState:

@@ -14,8 +14,8 @@ where answers repeat their prompts."""
 class TokenOnly(Drafter):
     """A drafter that reads only the committed tokens and proposes one token at a time.
 
-    It is context-pure: a guess depends on the committed tokens and on the draft's own tokens alone. A later draft may
-    guess another token after the same tokens, because more of them are committed by then. A verifier that carries rows
+    It is context-pure: a guess depends on known tokens and on the draft's own tokens alone. A later draft may guess
+    another token after the same tokens, because more tokens are known by then. A verifier that carries rows
     from step to step stays exact: it weighs emitted tokens by $p/q$, and a point draft has $q = 0$ for every token that
     it did not propose, so the target's row is used unchanged.
     """

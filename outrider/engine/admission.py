@@ -118,6 +118,7 @@ class Admission:
         if seat.running is not None:
             self._running.remove(seat)
             seat.running.constraint_state = None
+            drafter_of(seat.running).ended(seat.running)
             self.prefixes.keep(seat.running)
 
     def abandon(self, seat: Seat) -> None:

@@ -16,6 +16,7 @@ from outrider.core.dice import Dice
 from outrider.core.inputs import whole
 from outrider.core.option import Bounds
 from outrider.core.types import InputError, Request, Running, Sampling, Step
+from outrider.decoding.drafting import drafter_of
 from outrider.decoding.protocol import Parts, Watch
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.none import NoDrafter
@@ -57,6 +58,7 @@ OF_BOTH = (
     "priority",
     "max_draft_tokens",
     "max_draft_context",
+    "owner",
 )
 """Options of `Generation` that are fields of `Request` too."""
 
@@ -475,7 +477,9 @@ class Engine:
 
     @alone
     def rest(self) -> None:
-        """Release the slots of ended requests."""
+        """Release the slots of ended requests, and forget their texts."""
+        for drafter in (self.parts.drafter, *(drafter_of(state) for state in self._schedule.prefixes.states)):
+            drafter.forget()
         self._schedule.prefixes.clear()
 
     @alone

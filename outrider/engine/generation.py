@@ -36,6 +36,7 @@ class Generation:
         max_draft_context: Longest context, in tokens, behind which a token is drafted; by default any length.
         prediction: Token ids that the output may repeat, such as a text that is to be edited. The drafters `ngram` and
             `suffix` draft them; other drafters do not read them. They do not change the output's law.
+        owner: Whose request it is. The drafter `suffix` remembers outputs, and drafts them for the same owner alone.
         ignore_eos: Continue after the model's own end tokens and stop strings.
         constraint: A grammar that the output must follow, or any other constraint on tokens.
         allowed_token_ids: The only tokens that may come; by default all.
@@ -66,6 +67,7 @@ class Generation:
     max_draft_tokens: int | None = None
     max_draft_context: int | None = None
     prediction: Sequence[int] = ()
+    owner: str | None = None
     ignore_eos: bool = False
     constraint: Constraint | Grammar | None = None
     allowed_token_ids: Sequence[int] | None = None
@@ -96,6 +98,7 @@ class SharedKeywords(TypedDict, total=False):
     max_draft_tokens: int | None
     max_draft_context: int | None
     prediction: Sequence[int]
+    owner: str | None
     ignore_eos: bool
     allowed_token_ids: Sequence[int] | None
     bad_words: str | Sequence[str]

@@ -15,6 +15,8 @@ PRIOR, RISE, WEIGHT = 0.6, 0.4, 8.0
 in texts of the embedded pair at temperature 1); and as how many tested tokens of a depth the other depths count."""
 COMMON, OWN = 1.2, 0.3
 """Variance of the logit of acceptance: of what all requests have in common, and of what each has of its own."""
+LOWEST = 0.02
+"""Nothing is promised with a lower probability, or with a higher one than 1 without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,7 @@ class Counts:
     Attributes:
         tested: By depth, from 0 on.
         accepted: How many of them were accepted.
+        promised: How many of them the drafter promised, of those drafts whose tokens it promises.
 
     Example:
         >>> from outrider.core.types import Timing
@@ -39,6 +42,7 @@ class Counts:
 
     tested: tuple[float, ...] = ()
     accepted: tuple[float, ...] = ()
+    promised: tuple[float, ...] = ()
 
     def after(self, steps: Sequence[Step]) -> "Counts":
         """The counts after a step of some requests. What was counted before fades, whether these draft or not."""
@@ -46,21 +50,25 @@ class Counts:
         longest = max([step.num_draft_tokens for step in steps], default=-1)
         more = [0.0] * (longest + 1 - len(self.tested))
         tested, accepted = ([FADE * count for count in counts] + more for counts in (self.tested, self.accepted))
+        promised = [FADE * count for count in self.promised]
         for step in steps:
             for depth in range(min(step.num_accepted_tokens + 1, step.num_draft_tokens) + 1):
                 tested[depth] += 1
             for depth in range(step.num_accepted_tokens + 1 if step.num_draft_tokens else 0):
                 accepted[depth] += 1
-        return Counts(tested=tuple(tested), accepted=tuple(accepted))
+            for depth, promise in enumerate(step.promised[: step.num_accepted_tokens + 1], 1):
+                promised += [0.0] * (depth + 1 - len(promised))
+                promised[depth] += promise
+        return Counts(tested=tuple(tested), accepted=tuple(accepted), promised=tuple(promised))
 
     def at_most(self, most: float) -> "Counts":
         """The same rates, from at most so many drafts and tokens of a depth."""
         weights = [min(1.0, most / max(count, 1e-9)) for count in self.tested]
-        tested, accepted = (
-            tuple(weight * count for weight, count in zip(weights, counts, strict=True))
-            for counts in (self.tested, self.accepted)
+        tested, accepted, promised = (
+            tuple(weight * count for weight, count in zip(weights, counts, strict=False))
+            for counts in (self.tested, self.accepted, self.promised)
         )
-        return Counts(tested=tested, accepted=accepted)
+        return Counts(tested=tested, accepted=accepted, promised=promised)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,19 +133,69 @@ def expected_tokens(
     hits, asked = np.array(usual_hits), others_tested[:, 0] + tested[:, 0] + WEIGHT
     for of_drafts, of_found in ((others_tested, others_accepted), (tested, accepted)):
         hits = (of_found[:, 0] + WEIGHT * hits) / (of_drafts[:, 0] + WEIGHT)
+    return _worth(rates, variance, hits, hits * (1 - hits) / (asked + 1), common, WEIGHT / asked)
+
+
+def promised_tokens(
+    promises: Sequence[Sequence[float]], counts: Sequence[Counts], pools: Sequence[Counts] | None, longest: int
+) -> ExpectedTokens:
+    r"""What drafts that were found are worth, by what the drafter promises of each token and by what was counted.
+
+    A token that is promised with probability $s_i$ is accepted, after those before it, with a probability whose logit
+    is that of $s_i$ and the two parts of `expected_tokens`. Here the counts say how many tokens were accepted of those
+    that were promised. A draft of n tokens is expected to bring $1 + \sum_{j \le n} \prod_{i \le j} a_i$ tokens.
+
+    Args:
+        promises: Of each token of each request's draft; none where no draft was found.
+        counts: Of each request.
+        pools: As of `expected_tokens`.
+        longest: Longest draft.
+
+    Example:
+        >>> found = promised_tokens([[0.9, 0.5], []], [Counts(), Counts()], None, 3)
+        >>> found.tokens.round(2).tolist()
+        [[1.0, 1.9, 2.35, 2.35], [1.0, 1.0, 1.0, 1.0]]
+    """
+    own = _totals(counts)
+    everyone = own.sum(1, keepdims=True) if pools is None else _totals(pools)
+    others, rates = np.maximum(everyone - own, 0), np.zeros((len(promises), longest))
+    for row, promise in zip(rates, promises, strict=True):
+        row[: len(promise)] = np.clip(promise[:longest], LOWEST, 1 - LOWEST)
+    before = _rates_of(others)
+    ratio, variance = _ratio(before, others[0], np.minimum(others[1], others[0]), COMMON)
+    common = variance / (OWN + variance)
+    before = _times(_rates_of(own), ratio)
+    own_ratio, variance = _ratio(before, own[0], own[1], OWN + variance)
+    hits = np.array([float(len(promise) > 0) for promise in promises])
+    rates, unknown = _times(rates, (ratio * own_ratio)[:, None]), WEIGHT / (others[0] + own[0] + WEIGHT)
+    return _worth(rates, variance, hits, np.zeros(len(promises)), common, unknown)
+
+
+def _worth(
+    rates: Float[np.ndarray, "requests depths"],
+    variance: Float[np.ndarray, " requests"],
+    hits: Float[np.ndarray, " requests"],
+    hits_variance: Float[np.ndarray, " requests"],
+    common: Float[np.ndarray, " requests"],
+    unknown: Float[np.ndarray, " requests"],
+) -> ExpectedTokens:
+    """What drafts are worth whose tokens are accepted at these rates, if one is found.
+
+    Args:
+        variance: Of what all logits of a request's rates are moved by.
+    """
     # A logit that grows moves ln a_i by 1 - a_i (delta method). The rate of hits varies as in a beta distribution.
     reached = np.cumprod(rates, axis=1)
     more = np.cumsum(reached, axis=1)
     slopes = np.cumsum(reached * np.cumsum(1 - rates, axis=1), axis=1)
-    hits_variance = hits * (1 - hits) / (asked + 1)
     deviations = np.sqrt((hits**2 * variance)[:, None] * slopes**2 + hits_variance[:, None] * more**2)
-    nothing = np.zeros((len(counts), 1))
+    nothing = np.zeros((len(rates), 1))
     return ExpectedTokens(
         tokens=1 + np.hstack([nothing, hits[:, None] * more]),
         deviations=np.hstack([nothing, deviations]),
         hits=hits,
         common=common,
-        unknown=WEIGHT / asked,
+        unknown=unknown,
     )
 
 
@@ -159,16 +217,43 @@ def _moved(
     accepted: Float[np.ndarray, "requests depths"],
     variance: float | Float[np.ndarray, " requests"],
 ) -> tuple[Float[np.ndarray, "requests depths"], Float[np.ndarray, " requests"]]:
-    """Rates whose logits are all moved by the same number, and the variance of this number that the counts leave.
-
-    The mean rate p of the tested tokens is that of a beta distribution, whose prior has the given variance of a logit.
-    """
+    """Rates whose logits are all moved by the same number, and the variance of this number that the counts leave."""
     num_tested = tested.sum(1)
     before = np.where(num_tested > 0, (tested * rates).sum(1) / np.maximum(num_tested, 1e-9), 0.5)
+    ratio, left = _ratio(before, num_tested, accepted.sum(1), variance)
+    return _times(rates, ratio[:, None]), left
+
+
+def _ratio(
+    before: Float[np.ndarray, " requests"],
+    tested: Float[np.ndarray, " requests"],
+    accepted: Float[np.ndarray, " requests"],
+    variance: float | Float[np.ndarray, " requests"],
+) -> tuple[Float[np.ndarray, " requests"], Float[np.ndarray, " requests"]]:
+    """By what the counts multiply the odds of rates whose mean was `before`, and the variance that they leave to its
+    logarithm. The mean has the law of a beta distribution, with the given variance of a logit.
+    """
     weight = 1 / (variance * before * (1 - before))
-    after = (accepted.sum(1) + weight * before) / (num_tested + weight)
-    odds = rates / (1 - rates) * (after / (1 - after) * (1 - before) / before)[:, None]
-    return odds / (1 + odds), 1 / ((num_tested + weight) * after * (1 - after))
+    after = (accepted + weight * before) / (tested + weight)
+    return after / (1 - after) * (1 - before) / before, 1 / ((tested + weight) * after * (1 - after))
+
+
+def _times(rates: Float[np.ndarray, "..."], ratio: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+    """Rates whose odds are multiplied."""
+    odds = rates / (1 - rates) * ratio
+    return odds / (1 + odds)
+
+
+def _totals(counts: Sequence[Counts]) -> Float[np.ndarray, "3 requests"]:
+    """Draft tokens that were tested, accepted and promised."""
+    kinds = ("tested", "accepted", "promised")
+    return np.array([[sum(getattr(each, kind)[1:], 0.0) for each in counts] for kind in kinds])
+
+
+def _rates_of(totals: Float[np.ndarray, "3 requests"]) -> Float[np.ndarray, " requests"]:
+    """The mean promise of the tokens that were tested; a half where nothing was promised."""
+    tested, _, promised = totals
+    return np.clip(np.where(promised > 0, promised / np.maximum(tested, 1e-9), 0.5), LOWEST, 1 - LOWEST)
 
 
 def _arrays(counts: Sequence[Counts], longest: int) -> Float[np.ndarray, "2 requests depths"]:

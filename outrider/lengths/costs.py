@@ -17,7 +17,7 @@ Lines = dict[int, Float[np.ndarray, " lengths"]]
 """Values by length, for ascending numbers of requests."""
 PARTS = ("target", "drafter", "rest")
 """What a step consists of: fields of `StepCost`."""
-USUAL = 8
+USUAL = 16
 """Lengths of drafts whose costs are worked out together."""
 
 

@@ -52,11 +52,20 @@ class LengthChoice:
         lengths: Longest draft of each request.
         state: What the next choice will remember.
         context: Tokens of a request before the step, on average.
+        looked: How long a draft each request looked for, where drafts were known before this choice.
+        promised: What the drafter promises of the tokens of each such draft.
     """
 
     lengths: Sequence[int]
     state: PolicyState
     context: int = 0
+    looked: Sequence[int] | None = None
+    promised: Sequence[Sequence[float]] = ()
+
+    @property
+    def asked(self) -> Sequence[int]:
+        """How long a draft was asked for of each request."""
+        return self.lengths if self.looked is None else self.looked
 
 
 class Experience:
@@ -176,8 +185,9 @@ class Experience:
 
 def _recalled(kept: Mapping[str, Any]) -> Counts:
     """Kept counts, at most `MOST_RECALLED` drafts and tokens of a depth. Raises ValueError for impossible ones."""
-    counts = Counts(tested=tuple(map(float, kept["tested"])), accepted=tuple(map(float, kept["accepted"])))
-    for tested, accepted in zip(counts.tested, counts.accepted, strict=True):
-        if not 0 <= accepted <= tested < float("inf"):
-            raise ValueError(f"{accepted} of {tested} tokens cannot have been accepted")
+    counts = Counts(**{name: tuple(map(float, kept[name])) for name in ("tested", "accepted", "promised")})
+    promises = counts.promised + (0.0,) * (len(counts.tested) - len(counts.promised))
+    for tested, accepted, promised in zip(counts.tested, counts.accepted, promises, strict=True):
+        if not (0 <= accepted <= tested < float("inf") and 0 <= promised <= tested):
+            raise ValueError(f"{accepted} of {tested} tokens cannot have been accepted, nor {promised} promised")
     return counts.at_most(MOST_RECALLED)

@@ -1,6 +1,6 @@
 """Goodput: the draft lengths with the most tokens per second, by measured costs; none where drafts lose time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import ClassVar
@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from outrider.core.option import CheckedOptions, option
 from outrider.core.types import Running, Step
-from outrider.lengths.acceptance import Counts, ExpectedTokens, expected_tokens
+from outrider.lengths.acceptance import Counts, ExpectedTokens, expected_tokens, promised_tokens
 from outrider.lengths.costs import CostTable
 from outrider.lengths.experience import Experience, LengthChoice, PolicyState
 from outrider.trees.protocol import Level
@@ -40,6 +40,10 @@ class GoodputLength(CheckedOptions):
     draft is a cost too, spread over the request's output. A step in which nobody drafts is one of plain decoding: the
     drafter is not called, and a draft model does not read along.
 
+    Where the drafter knows its drafts before the step, because it looks tokens up, these lengths say who looks for one.
+    The lengths of the drafts that were found are then chosen by the same rule: their $E_r$ is that of the probabilities
+    which the drafter promises (`promised_tokens`).
+
     Drafts must be faster than plain steps by 1.645 standard errors of the table's costs, because no draft mends these
     errors. What is not known of acceptance, drafts tell. So they are made unless a gain has a probability below 5 %. A
     new pair drafts at once, and stops after a few drafts that fail. Counts fade, so that what is known of a
@@ -62,7 +66,7 @@ class GoodputLength(CheckedOptions):
     known_ahead: ClassVar[bool] = True
     lossy = None
 
-    most: int = option(8, least=1)
+    most: int = option(16, least=1)
     fallback: int = option(5, least=0)
 
     def open(self) -> Counts:
@@ -88,29 +92,47 @@ class GoodputLength(CheckedOptions):
         rooms = [min(room, limit) for room in rooms]
         if _holds(last, ids, rooms):
             return LengthChoice(lengths=last.lengths, state=replace(last, age=last.age + 1), context=context)
-        draws = any(state.request.sampling.temperature > 0 for state in states)
-        steps = costs.steps(len(states), sampled=draws, context=context, longest=self.most)
-        missed = costs.missed(len(states), sampled=draws, context=context)
-        lengths, margin, gain, certain = [0] * len(states), margin_of(costs), last.gain, True
+        prices, lengths = _prices(experience, states, context, self.most), [0] * len(states)
+        gain, certain = last.gain, True
         # Those with a seed come last, so that they alone say how long the choice holds.
-        for repeats in (False, True):
-            places = [i for i, state in enumerate(states) if state.request.repeats == repeats]
-            some, left = [states[i] for i in places], [rooms[i] for i in places]
+        for group in _groups(experience, states, range(len(states))):
+            some, left = [states[i] for i in group.places], [rooms[i] for i in group.places]
             if not any(left):
                 continue
-            if repeats and not costs.kept:
+            if group.blind:
                 chosen: Sequence[int] = [self.fallback] * len(some)
             else:
-                pools = None if repeats else [experience.pooled(state.request) for state in some]
                 usual_hits = [getattr(state.drafter, "usual_hits", 1.0) for state in some]
-                worth = expected_tokens([_counts_of(state) for state in some], pools, usual_hits, self.most)
+                worth = expected_tokens(group.counts, group.pools, usual_hits, self.most)
                 reading = [_catch_up_cost(state, costs.catch_up) for state in some]
-                plan = _best(steps, missed, worth.within(left), reading, margin)
+                plan = _best(prices, worth.within(left), reading)
                 chosen, gain, certain = plan.lengths, plan.gain, plan.certain
-            for i, length in zip(places, chosen, strict=True):
+            for i, length in zip(group.places, chosen, strict=True):
                 lengths[i] = min(rooms[i], length)
         state = PolicyState(ids=ids, rooms=rooms, lengths=lengths, age=1 if certain else HOLD, gain=gain)
         return LengthChoice(lengths=lengths, state=state, context=context)
+
+    def shorten(
+        self,
+        experience: Experience,
+        states: Sequence[Running],
+        choice: LengthChoice,
+        promised: Sequence[Sequence[float] | None],
+    ) -> LengthChoice:
+        lengths = list(choice.lengths)
+        found = {i: promise for i, promise in enumerate(promised) if promise is not None}
+        for i, promise in found.items():
+            lengths[i] = min(lengths[i], len(promise))
+        if experience.costs is not None and any(found.values()):
+            prices = _prices(experience, states, choice.context, self.most)
+            for group in _groups(experience, states, found):
+                promises = [found[i] for i in group.places]
+                if any(promises) and not group.blind:
+                    worth = promised_tokens(promises, group.counts, group.pools, self.most)
+                    plan = _best(prices, worth, [0.0] * len(promises))
+                    for i, promise, length in zip(group.places, promises, plan.lengths, strict=True):
+                        lengths[i] = min(length, len(promise))
+        return replace(choice, lengths=lengths, promised=[promise or () for promise in promised])
 
     def why_plain(self, experience: Experience) -> str:
         """Why the last steps drafted nothing: what drafts must gain, what they seem to, and what was seen of them."""
@@ -144,6 +166,64 @@ def margin_of(costs: CostTable) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Prices:
+    """What a step may cost.
+
+    Attributes:
+        steps: Seconds by how many requests draft, and by length.
+        missed: Seconds of a step in which no draft is found, by how many requests ask for one.
+        margin: How much faster than a plain step drafts must seem.
+    """
+
+    steps: Float[np.ndarray, "drafting lengths"]
+    missed: Float[np.ndarray, " asking"]
+    margin: float
+
+
+def _prices(experience: Experience, states: Sequence[Running], context: int, longest: int) -> _Prices:
+    """What a step of these requests may cost. Raises ValueError if costs are not known."""
+    if experience.costs is None:
+        raise ValueError("the costs of steps are not known")
+    draws = any(state.request.sampling.temperature > 0 for state in states)
+    return _Prices(
+        steps=experience.costs.steps(len(states), sampled=draws, context=context, longest=longest),
+        missed=experience.costs.missed(len(states), sampled=draws, context=context),
+        margin=margin_of(experience.costs),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """Those requests of a step of which the same is known.
+
+    Attributes:
+        places: Their places among the requests of the step.
+        counts: Their own counts.
+        pools: Counts of all requests like each; None: those of the group.
+        blind: Whether the costs are of no use to them, because another process would measure others.
+    """
+
+    places: Sequence[int]
+    counts: Sequence[Counts]
+    pools: Sequence[Counts] | None
+    blind: bool
+
+
+def _groups(experience: Experience, states: Sequence[Running], some: Iterable[int]) -> list[_Group]:
+    """Some requests of a step, by their places. Those that repeat their texts by a seed come last, in a group of their
+    own.
+    """
+    groups = []
+    for repeats in (False, True):
+        places = [i for i in some if states[i].request.repeats == repeats]
+        pools = None if repeats else [experience.pooled(states[i].request) for i in places]
+        blind = repeats and not (experience.costs is not None and experience.costs.kept)
+        counts = [_counts_of(states[i]) for i in places]
+        groups.append(_Group(places=places, counts=counts, pools=pools, blind=blind))
+    return [group for group in groups if group.places]
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Plan:
     """What is best for some requests.
 
@@ -158,21 +238,13 @@ class _Plan:
     certain: bool
 
 
-def _best(
-    steps: Float[np.ndarray, "drafting lengths"],
-    missed: Float[np.ndarray, " asking"],
-    worth: ExpectedTokens,
-    reading: Sequence[float],
-    margin: float,
-) -> _Plan:
+def _best(prices: _Prices, worth: ExpectedTokens, reading: Sequence[float]) -> _Plan:
     """The lengths of some requests with the most tokens per second. The step's others are taken to be like these.
 
     Args:
-        steps: Seconds by how many requests draft, and by length.
-        missed: Seconds of a step in which no draft is found, by how many requests ask for one.
         reading: Seconds for each token of a request, for what its drafter has to read first.
-        margin: How much faster than a plain step drafts must seem.
     """
+    steps, missed, margin = prices.steps, prices.missed, prices.margin
     plain, all_requests, (count, num_lengths) = steps[0, 0], len(steps) - 1, worth.tokens.shape
     late = np.array(reading)[:, None] / plain * worth.tokens
     # For each length, those come first who gain most: in the time for reading, others emit tokens.
@@ -186,7 +258,7 @@ def _best(
     hits, share = worth.hits[order], all_requests / count
     asking = np.ceil(share * np.arange(1, count + 1)).astype(int)[:, None]
     found = 1 - np.cumprod(1 - hits, axis=0)
-    drafting = np.minimum(np.cumsum(hits, axis=0) * share / found, asking)
+    drafting = np.minimum(np.cumsum(hits, axis=0) * share / np.maximum(found, 1e-9), asking)
     low, lengths = np.minimum(drafting.astype(int), all_requests - 1), np.arange(num_lengths)
     more = steps - missed[:, None]
     more = more[low, lengths] + (drafting - low) * (more[low + 1, lengths] - more[low, lengths])

@@ -79,6 +79,23 @@ class LoadPolicy(Protocol):
         """
         ...
 
+    def shorten(
+        self,
+        experience: Experience,
+        states: Sequence[Running],
+        choice: LengthChoice,
+        promised: Sequence[Sequence[float] | None],
+    ) -> LengthChoice:
+        """The lengths of drafts that were found before the step, by what the drafter promises of their tokens. Changes
+        nothing.
+
+        Args:
+            choice: What `choose` returned. Who has a length of 0 there was not asked for a draft.
+            promised: Of each token of each request's draft, none where there is no draft. None for a request whose
+                drafter promises nothing; it keeps its length.
+        """
+        ...
+
     def why_plain(self, experience: Experience) -> str:
         """Why the last steps drafted nothing, as the rest of a sentence that begins with `nothing was drafted:`."""
         ...

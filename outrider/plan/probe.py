@@ -27,12 +27,12 @@ CONTEXT, FAR = 64, 512
 """Tokens before the steps of most rows, and before those that tell what a longer context costs."""
 PERIOD = 16
 """The text repeats itself after so many tokens, so that drafters that look tokens up always propose some."""
-LENGTHS, ALL_LENGTHS = (0, 4, 8, 2), (0, 4, 8, 1, 2, 3, 5, 6, 7)
+LENGTHS, ALL_LENGTHS = (0, 4, 8, 2, 16), (0, 4, 8, 16, 1, 2, 3, 5, 6, 7, 12)
 """Draft lengths of a short and of a thorough probe, the most important first."""
 BATCHES, ALL_BATCHES = (1, 4, 16, 64), (1, 2, 4, 8, 16, 32, 64)
 """Numbers of requests in a short and in a thorough probe, beside the largest one. With fewer kinds of steps there are
 more repeats, and costs lie near lines between them."""
-ALONE = (1, 4, 8)
+ALONE = (1, 4, 8, 16)
 """Draft lengths of steps in which one of several requests drafts."""
 SAMPLED = (0, 8, 2)
 """Draft lengths of sampled steps in a short probe. Their forwards are those of greedy steps."""

@@ -1,18 +1,23 @@
 """What is published beside a target drafts what transformers drafts with it, and changes no output."""
 
+import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM, MiMoV2FlashConfig, PreTrainedModel
 from transformers.generation.candidate_generator import (
     DFlashTokenCandidateGenerator,
     MTPCandidateGenerator,
     SinglePositionMultiTokenCandidateGenerator,
 )
 
+import outrider
 from outrider import catalog
 from outrider.core.types import InputError, Sampling
 from outrider.drafters.protocol import Drafter
@@ -22,9 +27,10 @@ from outrider.heads.mtp import MtpDrafter, MtpLayersDrafter, MtpPath
 from outrider.heads.trunks.blocks import BlockDrafter
 from outrider.lm.hf.assistant import open_assistant
 from outrider.lm.hf.mtp import behind_pattern, load_mtp
+from outrider.lm.hf.open import open_model
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
-from recipes.published_pairs import Size, gemma4, mtp_target, muse_glimmer
+from recipes.published_pairs import BESIDE, Size, gemma4, mtp_target, muse_glimmer
 from tests.world.models import llama
 from tests.world.parts import parts_of
 
@@ -106,7 +112,7 @@ def mtp_targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
     def target(family: str, layers: int) -> Path:
         if (family, layers) not in made:
             folder = tmp_path_factory.mktemp(f"{family}-{layers}")
-            size = Size(strength=0.5 if family == "mellum" else 0.3)
+            size = Size(strength=0.3 if family in ("glm4_moe", "deepseek_v3") else 0.5)
             made[family, layers] = mtp_target(family, size, folder, num_mtp_layers=layers)
         return made[family, layers]
 
@@ -146,6 +152,90 @@ def test_mtp_layers_have_the_type_to_which_their_target_was_cast(mtp_targets):
     model = AutoModelForCausalLM.from_pretrained(mtp_targets("mellum", 1), dtype=torch.float32).double()
     assert {weight.dtype for weight in load_mtp(model).layers.parameters()} == {torch.float64}
     assert model.config.dtype == torch.float32
+
+
+OF_QWEN = [(family, nested) for family in BESIDE for nested in ((False,) if family == "qwen3_next" else (False, True))]
+
+
+def with_images(place: Path, folder: Path) -> Path:
+    """The same checkpoint as it is published, as a part of a model for images and texts."""
+    text = json.loads((place / "config.json").read_text(encoding="utf-8"))
+    kind = text["model_type"].removesuffix("_text")
+    whole = {"model_type": kind, "text_config": text, "vision_config": {"model_type": kind, "depth": 1}}
+    (folder / "config.json").write_text(json.dumps(whole), encoding="utf-8")
+    tensors = load_file(place / "model.safetensors")
+    inner = {re.sub(r"^model\.", "model.language_model.", name): tensor for name, tensor in tensors.items()}
+    save_file(inner, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def stored_mtp(place: Path) -> dict[str, Tensor]:
+    """The tensors of the layer, by the names that transformers gives them; experts in one tensor."""
+    names = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "post_norm"}
+    found, experts = {}, {}
+    for name, tensor in load_file(place / "model.safetensors").items():
+        if not name.startswith("mtp."):
+            continue
+        inner = name.removeprefix("mtp.")
+        if part := re.fullmatch(r"layers\.0\.mlp\.experts\.(\d+)\.(\w+)\.weight", inner):
+            experts[part[2], int(part[1])] = tensor
+        elif inner.startswith("layers.0."):
+            found[inner.replace("layers.0.", "layers.0.mtp_block.")] = tensor
+        else:
+            found[f"layers.0.{names[inner.removesuffix('.weight')]}.weight"] = tensor
+    if experts:
+        numbers = sorted({number for _, number in experts})
+        both = [torch.cat([experts["gate_proj", i], experts["up_proj", i]]) for i in numbers]
+        found["layers.0.mtp_block.mlp.experts.gate_up_proj"] = torch.stack(both)
+        found["layers.0.mtp_block.mlp.experts.down_proj"] = torch.stack([experts["down_proj", i] for i in numbers])
+    return found
+
+
+@pytest.mark.parametrize(("family", "nested"), OF_QWEN, ids=str)
+def test_mtp_of_qwen_is_read_bit_for_bit_and_drafts_for_the_text_of_plain_decoding(
+    mtp_targets, tmp_path, family, nested
+):
+    place = mtp_targets(family, 1)
+    if nested:
+        place = with_images(place, tmp_path)
+    model = open_model(str(place), dtype=torch.float64)
+    if "moe" in family or family == "qwen3_next":
+        # Only eager experts compute in float64.
+        model.set_experts_implementation("eager")
+    before = vars(model.config) | {}
+    loaded, stored = load_mtp(model).layers.state_dict(prefix="layers."), stored_mtp(place)
+    assert loaded.keys() == stored.keys()
+    assert all(torch.equal(loaded[name], tensor.double()) for name, tensor in stored.items())
+    assert vars(model.config) == before
+    busy = outrider.load(model, drafter="mtp", length="fixed:4", probe=False)
+    assert isinstance(busy.parts.drafter, MtpDrafter)
+    these = [PROMPT, PROMPT[:1], PROMPT[3:6] * 30, *([7 + i, 3 * i + 1, 40 - i] for i in range(8))]
+    drafted = busy.generate(these, max_new_tokens=24, sampling=GREEDY)
+    plain = busy.plain().generate(these, max_new_tokens=24, sampling=GREEDY)
+    assert [out.tokens for out in drafted] == [out.tokens for out in plain]
+    assert 0 < sum(out.num_accepted_tokens for out in drafted) < sum(out.num_draft_tokens for out in drafted)
+
+
+def test_configs_of_qwen_say_how_many_layers_there_are(mtp_targets):
+    model = opened(mtp_targets("qwen3_5", 1))
+    model.config.mtp_num_hidden_layers = 0
+    with pytest.raises(InputError, match="qwen3_5_text has no multi-token-prediction layers"):
+        load_mtp(model)
+    model.config.mtp_num_hidden_layers = 2
+    with pytest.raises(InputError, match=r"transformers cannot load .*missing"):
+        load_mtp(model)
+    model.config.mtp_num_hidden_layers, model.config.mtp_use_dedicated_embeddings = 1, True
+    with pytest.raises(InputError, match="embeddings of their own"):
+        load_mtp(model)
+    other = opened(mtp_targets("qwen3_next", 1))
+    del other.config.mtp_num_hidden_layers
+    assert len(load_mtp(other).layers) == 1
+
+
+def test_mtp_layers_of_mimo_are_refused_by_name():
+    config = MiMoV2FlashConfig(**Size().mixed, **Size().experts)
+    with pytest.raises(InputError, match="mimo_v2_flash have a layout of their own, with the hidden state first"):
+        load_mtp(AutoModelForCausalLM.from_config(config))
 
 
 def test_mtp_is_refused_where_there_is_none(mtp_targets, tmp_path):

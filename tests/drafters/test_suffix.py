@@ -1,7 +1,9 @@
 """The suffix drafter and its automaton against a search through all that was fed to them."""
 
+import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.core.types import InputError
-from outrider.drafters.automaton import SuffixAutomaton
-from outrider.drafters.suffix import SuffixDrafter, SuffixState
+from outrider.core.types import InputError, Running
+from outrider.drafters.automaton import ENDS, SuffixAutomaton
+from outrider.drafters.memory import TextMemory
+from outrider.drafters.suffix import LEAST, LOOK, READ, SuffixDrafter, SuffixState
 from outrider.lm.target_info import TargetInfo
 from tests.drafters.asking import chain, chains, running, step
 
@@ -40,11 +43,48 @@ def searched(known: Sequence[int], context: Sequence[int], min_match: int) -> tu
     return 0, -1
 
 
-def searched_chain(known: Sequence[int], context: Sequence[int], min_match: int, depth: int) -> list[int]:
+def walked(known: Sequence[int], end: Sequence[int], min_match: int, depth: int) -> tuple[float, list[int]]:
+    """The tokens that most often follow an end, each behind the ones before, and how many of them are expected."""
     path: list[int] = []
-    while len(path) < depth and (token := searched(known, [*context, *path], min_match)[1]) >= 0:
+    total, reached = 0.0, 1.0
+    while len(path) < depth:
+        size, token = searched(known, [*end, *path], min_match)
+        if token < 0:
+            break
+        found = followers(known, [*end, *path][len(end) + len(path) - size :])
+        reached *= found[token][0] / sum(count for count, _ in found.values())
+        if reached < LEAST:
+            break
         path.append(token)
-    return path
+        total += reached
+    return total, path
+
+
+def ends(known: Sequence[int], context: Sequence[int]) -> list[Sequence[int]]:
+    """The longest ends of the context that occur in a text, not counting its own end; one of those that occur at the
+    same places.
+    """
+    found: dict[tuple[int, ...], Sequence[int]] = {}
+    last = len(known) if list(known) == list(context) else len(known) + 1
+    for size in range(len(context), 0, -1):
+        end = list(context[len(context) - size :])
+        places = [at + size for at in range(len(known) - size + 1) if list(known[at : at + size]) == end]
+        if places := [place for place in places if place < last]:
+            found.setdefault(tuple(places), end)
+    return list(found.values())[:ENDS]
+
+
+def best(known: Sequence[int], context: Sequence[int], min_match: int, depth: int) -> tuple[float, int, list[int]]:
+    """Of the ends of the context, what the one with the most expected tokens is continued by: how many are expected,
+    the length of the end, and the tokens. Of equal ones the longest end's.
+    """
+    choice: tuple[float, int, list[int]] = (0.0, 0, [])
+    for end in ends(known, context):
+        if len(end) >= min_match:
+            total, path = walked(known, end, min_match, depth)
+            if total > choice[0]:
+                choice = (total, len(end), path)
+    return choice
 
 
 @given(text=texts, word=st.lists(st.integers(0, 2), max_size=6))
@@ -84,10 +124,10 @@ def test_a_match_is_the_longest_end_of_what_was_walked(known: list[int], context
         assert (size, automaton.likeliest(shorter)) == searched(known, context[:end], 0)
 
 
-@given(text=texts, min_match=st.integers(1, 4), depth=st.integers(1, 10))
+@given(text=texts, min_match=st.integers(1, 4), depth=st.integers(1, LOOK))
 def test_the_draft_is_what_a_full_search_finds(text: list[int], min_match: int, depth: int) -> None:
     drafter = SuffixDrafter(min_match=min_match)
-    assert chain(drafter, running(drafter, text), depth) == searched_chain(text, text, min_match, depth)
+    assert chain(drafter, running(drafter, text), depth) == best(text, text, min_match, LOOK)[2][:depth]
 
 
 @given(text=texts, more=chunks)
@@ -134,19 +174,74 @@ def test_a_long_periodic_context_is_continued_by_an_automaton_of_linear_size() -
     assert len(_own(state.drafter_state).automaton.length) <= 2 * 3000
 
 
+def test_a_shorter_end_is_followed_where_its_continuation_is_more_certain() -> None:
+    # Behind 2 3 stands 4 once and 5 once; behind 3 stand 7 8 9 five times of seven.
+    text = [1, 3, 7, 8, 9] * 5 + [2, 3, 4, 2, 3, 5, 2, 3]
+    drafter = SuffixDrafter(min_match=1)
+    assert best(text, text, 1, LOOK)[1] == 1
+    assert chain(drafter, running(drafter, text), 3) == [7, 8, 9]
+
+
+def test_a_draft_ends_where_it_has_become_unlikely() -> None:
+    drafter = _remembering([[1, 2, *rest] for rest in itertools.product((3, 4), repeat=4)], min_match=2)
+    assert len(chain(drafter, running(drafter, [1, 2]), 16)) == 3, "half of a half of a half is more than a tenth"
+
+
 @given(documents=st.lists(texts, min_size=1, max_size=4), text=texts, depth=st.integers(1, 8))
-def test_with_a_corpus_the_longer_match_proposes_and_the_request_wins_a_tie(
+def test_of_the_request_and_a_corpus_the_one_with_more_expected_tokens_drafts(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], text: list[int], depth: int
 ) -> None:
     drafter = _with_corpus(tmp_path_factory.mktemp("corpus"), documents)
     corpus = [token for document in documents for token in [*document, -1]]
-    path: list[int] = []
-    while len(path) < depth:
-        answers = [searched(known, [*text, *path], 1) for known in (text, corpus)]
-        if (token := max(answers, key=lambda answer: answer[0])[1]) < 0:
-            break
-        path.append(token)
-    assert chain(drafter, running(drafter, text), depth) == path
+    found = [best(known, text, 1, LOOK) for known in (text, corpus)]
+    assert chain(drafter, running(drafter, text), depth) == max(found, key=lambda each: each[:2])[2][:depth]
+
+
+@given(outputs=st.lists(texts, min_size=1, max_size=4), text=texts, depth=st.integers(1, 8))
+def test_remembered_texts_draft_as_a_corpus_does(outputs: list[list[int]], text: list[int], depth: int) -> None:
+    drafter = _remembering(outputs, min_match=1)
+    known = [token for output in dict.fromkeys(map(tuple, outputs)) for token in [*output, -1]]
+    found = [best(each, text, 1, LOOK) for each in (text, known)]
+    assert chain(drafter, running(drafter, text), depth) == max(found, key=lambda each: each[:2])[2][:depth]
+
+
+def test_a_request_that_repeats_its_text_or_has_another_owner_does_not_draft_from_remembered_texts() -> None:
+    drafter = _remembering([[1, 2, 3, 4, 5]], min_match=2)
+    usual = running(drafter, [1, 2])
+    assert chain(drafter, usual, 3) == [3, 4, 5]
+    for change in ({"repeats": True}, {"owner": "somebody"}):
+        request = replace(usual.request, **change)
+        other = Running(request=request, tokens=[1, 2], slot=0, drafter=drafter, drafter_state=drafter.open(request))
+        assert chain(drafter, other, 3) == []
+
+
+def test_ended_requests_are_read_a_few_tokens_in_each_step_of_others() -> None:
+    drafter = _remembering([], min_match=2)
+    memory = drafter._memory
+    old = running(drafter, [1, 2, 3], "old")
+    step(drafter, old, list(range(4, 8)) * 100)
+    drafter.ended(old)
+    assert memory.num_read == 0
+    states = [running(drafter, [7, 8], "a"), running(drafter, [7, 9], "b")]
+    counted = []
+    while not counted or counted[-1] > 0:
+        before = memory.num_read
+        chains(drafter, states, 1)
+        counted.append(memory.num_read - before)
+        for state in states:
+            step(drafter, state, [10 + len(counted)])
+    assert max(counted) <= READ * len(states)
+    assert sum(counted) == 3 + 400
+
+
+def test_a_text_from_which_a_draft_was_accepted_is_used() -> None:
+    drafter = _remembering([[1, 2, 3, 4], [5, 6, 7, 8], [1, 9]], min_match=2, max_tokens=16)
+    for accepted, read_again in ((0, 0), (1, 4)):
+        state, before = running(drafter, [1, 2]), drafter._memory.num_read
+        assert chain(drafter, state, 2) == [3, 4]
+        drafter.commit([state], [list(range(1, accepted + 1))])
+        drafter._memory.read(99)
+        assert drafter._memory.num_read - before == read_again
 
 
 def test_a_corpus_does_not_run_from_one_entry_into_the_next(tmp_path: Path) -> None:
@@ -157,16 +252,13 @@ def test_a_corpus_does_not_run_from_one_entry_into_the_next(tmp_path: Path) -> N
 def test_a_shared_corpus_is_not_changed_by_requests(tmp_path: Path) -> None:
     drafter = _with_corpus(tmp_path, [[1, 2, 3, 1, 2]])
     states = [running(drafter, [1, 2, 3], "a"), running(drafter, [7, 1, 2, 8], "b")]
-    shared = [_own(state.drafter_state).shared for state in states]
-    assert shared[0] is not None
-    assert shared[1] is not None
-    assert shared[0].automaton is shared[1].automaton
     before = vars(SuffixAutomaton([1, 2, 3, 1, 2, -1]))
     for state in states:
         chain(drafter, state, 5)
         step(drafter, state, [4, 4])
         chain(drafter, state, 5)
-    assert vars(shared[0].automaton) == before
+    assert drafter._shared is not None
+    assert vars(drafter._shared) == before
 
 
 @pytest.mark.parametrize(
@@ -206,3 +298,12 @@ def _own(state: object) -> SuffixState:
 
 def _inside(state: object) -> dict[str, object]:
     return dict(vars(_own(state).automaton))
+
+
+def _remembering(outputs: Sequence[Sequence[int]], min_match: int, max_tokens: int = 10_000) -> SuffixDrafter:
+    """A drafter that remembers these texts of nobody in particular."""
+    memory = TextMemory(max_tokens)
+    for output in outputs:
+        memory.add(None, output)
+        memory.read(len(output))
+    return replace(SuffixDrafter(min_match=min_match), _memory=memory)

@@ -14,7 +14,7 @@ from outrider.host import remembered
 from outrider.lengths.acceptance import Counts, ExpectedTokens
 from outrider.lengths.costs import CostTable, StepCost
 from outrider.lengths.experience import MOST_RECALLED, RECORD, Experience, PolicyState
-from outrider.lengths.goodput import HOLD, GoodputLength, _best, margin_of
+from outrider.lengths.goodput import HOLD, GoodputLength, _best, _Prices, margin_of
 from recipes.length_simulation import Lengths, World, judged, learnt, simulate, step, tokens_by_length
 from tests import clocks
 
@@ -177,7 +177,7 @@ def drafted_steps(table: CostTable, accepts: float, *, repeats: bool, tokens: in
         state.length_state = POLICY.update(state.length_state, made)
         state.tokens.extend(made.tokens)
         experience.note(choice, [state.request], [made])
-        seconds += true.steps(1, sampled=False, context=8, longest=8)[1][length]
+        seconds += true.steps(1, sampled=False, context=8, longest=16)[1][length]
         drafting, emitted = drafting + (length > 0), emitted + len(made.tokens)
     plain = true.steps(1, sampled=False, context=8, longest=8)[0][0]
     return drafting, emitted * plain / seconds
@@ -222,9 +222,9 @@ def test_where_drafts_stay_off_the_policy_says_why():
 
 def test_the_longest_draft_is_a_setting_and_rooms_bound_it():
     free = accepting(cost(0.0, 0.001), 0.99)
-    for most in (1, 3, 8):
+    for most in (1, 3, 8, 16):
         assert GoodputLength(most=most).choose(free, running(1), [20]).lengths == [most]
-    assert POLICY.choose(free, running(3), [2, 0, 20]).lengths == [2, 0, 8]
+    assert POLICY.choose(free, running(3), [2, 0, 20]).lengths == [2, 0, 16]
 
 
 def test_costs_that_are_not_known_give_a_fixed_length():
@@ -287,7 +287,7 @@ def test_expected_tokens_and_costs_of_a_step_are_those_of_a_simulated_lookup(alo
     worth = ExpectedTokens(tokens=tokens, hits=np.full(3, hits), **known)
     steps = table.steps(3, sampled=False, context=64, longest=4)
     missed = np.array([2 + ask * asking for asking in range(4)])
-    plan = _best(steps, missed, worth, [0.0] * 3, 0.0)
+    plan = _best(_Prices(steps=steps, missed=missed, margin=0.0), worth, [0.0] * 3)
     emitted, spent, asking = 0.0, 0.0, 3
     assert plan.lengths == [4] * 3
     for _ in range(20000):
@@ -313,7 +313,7 @@ def test_what_looking_for_a_draft_takes_can_be_more_than_it_gains():
     rows = [StepCost(requests=1, length=n, target=1.0, drafter=0.6 * (n > 0)) for n in range(9)]
     dear = CostTable(rows=tuple(rows))
     assert dear.missed(1, sampled=False, context=64) == pytest.approx([1.0, 1.6])
-    for hits, drafts in ((1.0, True), (0.1, False)):
+    for hits, drafts in ((1.0, True), (0.05, False)):
         experience = finding(cost(0.0, 0.0), 0.8, hits)
         experience.costs = dear
         assert any(settled(experience, running(1))) == drafts
@@ -507,7 +507,11 @@ def test_acceptance_is_kept_for_the_next_process_and_damaged_one_is_left_out(tmp
         assert second.greedy.accepted == pytest.approx([2 / 3 * MOST_RECALLED, MOST_RECALLED, 0.0])
         assert second.sampled == Counts() == Experience.recalled(costs, {"pair": 2}).greedy
         for tested, accepted in ([[2.0], ["x"]], [[1.0], [2.0]], [[1.0], [-1.0]], [[1.0], []], [None, None]):
-            damaged = {"tested": tested, "accepted": accepted}
+            damaged = {"tested": tested, "accepted": accepted, "promised": []}
+            remembered.write(RECORD, {"pair": 1}, {"greedy": damaged, "sampled": damaged})
+            assert Experience.recalled(costs, {"pair": 1}).greedy == Counts()
+        for promised in ([3.0], [-1.0], [1.0, 1.0]):
+            damaged = {"tested": [2.0], "accepted": [1.0], "promised": promised}
             remembered.write(RECORD, {"pair": 1}, {"greedy": damaged, "sampled": damaged})
             assert Experience.recalled(costs, {"pair": 1}).greedy == Counts()
 

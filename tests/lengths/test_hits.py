@@ -19,7 +19,7 @@ NEW = list(range(1, 20))
 """A text that repeats nothing."""
 
 
-def running(length: str, drafter: str = "suffix:min_match=6") -> Engine:
+def running(length: str, drafter: str = "suffix:min_match=6,max_warm_tokens=0") -> Engine:
     engine = outrider.load(llama(), drafter=drafter, length=length)
     table = CostTable.of_formula(lambda requests, drafted: 1 + 0.01 * drafted)
     engine.parts = replace(engine.parts, experience=Experience(table))

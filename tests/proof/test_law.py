@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.core.dice import Dice, Purpose
 from outrider.core.types import Draft, Sampling, Verdict
+from outrider.drafters.memory import TextMemory
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
@@ -33,6 +34,9 @@ from tests.world.verifiers import CARRYING, FOR_ANY_LENGTH, each, judges_of
 VERIFIERS = each(judges_of("sampled chain"))
 FOR_CHOSEN = each(judges_of("chosen chain"))
 STOPPED = each(name for name in judges_of("sampled chain") if name in FOR_ANY_LENGTH)
+REMEMBERING = replace(SuffixDrafter(min_match=1), _memory=TextMemory(99))
+REMEMBERING._memory.add(None, [0, 1, 0, 2, 2, 1, 1, 0, 2])
+REMEMBERING._memory.read(99)
 BOUND = 1e-12
 
 
@@ -96,8 +100,8 @@ def test_three_steps_at_vocabulary_three_keep_the_law_where_a_length_is_carried_
 @pytest.mark.parametrize("verifier", FOR_CHOSEN)
 @pytest.mark.parametrize(
     "drafter",
-    [NoDrafter(), NgramDrafter(prompt_lookup_min=1), SuffixDrafter(min_match=1)],
-    ids=["none", "ngram", "suffix"],
+    [NoDrafter(), NgramDrafter(prompt_lookup_min=1), SuffixDrafter(min_match=1), REMEMBERING],
+    ids=["none", "ngram", "suffix", "suffix with a remembered text"],
 )
 def test_chosen_drafts_keep_the_law_over_three_steps(verifier, drafter):
     parts = tables(3, verifier, 3, seed=9, drafter=drafter)

@@ -2,7 +2,8 @@
 
 Relied on in transformers (read and run in 5.23):
 
-- `config.num_mtp_layers` counts them, and `MtpModel.from_pretrained(model)` reads them from `config.name_or_path`;
+- `config.num_mtp_layers` counts them, `config.mtp_layer_types` has their types if the target has layers of several,
+  and `MtpModel.from_pretrained(model)` reads them from `config.name_or_path`;
 - it loads them in `config.dtype`, which stays what it was when the model is cast;
 - it knows their names from `model._keys_to_ignore_on_load_unexpected`, where some classes list the layer numbers of the
   published checkpoints alone;
@@ -13,10 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import PreTrainedModel, modeling_layers
+from transformers import PreTrainedConfig, PreTrainedModel, modeling_layers
 
 from outrider.core.types import InputError
 
+BESIDE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Model types whose configs in transformers know of no such layers. Checkpoints have them as `mtp.*`, and they attend
+to all positions. Qwen3.6 has the types of Qwen3.5."""
 ATTENTION = (None, "full_attention", "sliding_attention")
 """The types of layers that keep nothing but keys and values."""
 
@@ -32,7 +36,12 @@ def load_mtp(model: PreTrainedModel, path: str | None = None) -> Any:
         InputError: The target has no such layers, transformers cannot load them, or they cannot be run by slots.
     """
     name, text = model.config.model_type, model.config.get_text_config(decoder=True)
-    if not getattr(text, "num_mtp_layers", None):
+    if not _num_layers(text):
+        if name.startswith("mimo"):
+            raise InputError(
+                f"the multi-token-prediction layers of {name} have a layout of their own, with the hidden state first, "
+                "which transformers does not load; use another drafter, such as suffix"
+            )
         if getattr(text, "num_nextn_predict_layers", None):
             raise InputError(
                 f"transformers cannot load the multi-token-prediction layers of {name}; use another drafter, such as "
@@ -44,6 +53,11 @@ def load_mtp(model: PreTrainedModel, path: str | None = None) -> Any:
         )
     if not hasattr(modeling_layers, "MtpModel"):
         raise InputError("drafter mtp needs a newer transformers, one that has MtpModel; 5.23 has it")
+    if getattr(text, "mtp_use_dedicated_embeddings", False):
+        raise InputError(
+            f"the multi-token-prediction layers of {name} have embeddings of their own, which transformers does not "
+            "load; use another drafter, such as suffix"
+        )
     place = path or model.config.name_or_path
     if not place:
         raise InputError("the target was not loaded from a checkpoint, so say where its layers are: mtp:path=...")
@@ -67,6 +81,14 @@ def load_mtp(model: PreTrainedModel, path: str | None = None) -> Any:
     return layers
 
 
+def _num_layers(text: PreTrainedConfig) -> int:
+    """How many such layers a config names; 0 for none. A config of Qwen3-Next that names no number means one."""
+    if not (count := getattr(text, "num_mtp_layers", None)) and text.model_type in BESIDE:
+        named = (getattr(text, name, None) for name in ("mtp_num_hidden_layers", "num_nextn_predict_layers"))
+        count = next((value for value in named if value is not None), int(text.model_type == "qwen3_next"))
+    return count or 0
+
+
 def behind_pattern(model: PreTrainedModel) -> str:
     """A pattern for the names of tensors of multi-token-prediction layers that stand behind a model's own layers in its
     checkpoint; empty where its config names no such layers.
@@ -78,15 +100,22 @@ def behind_pattern(model: PreTrainedModel) -> str:
 
 @contextmanager
 def _named_after(model: PreTrainedModel, place: str) -> Iterator[None]:
-    """Inside it, the model's config names the checkpoint and the type that the weights have by now, and its MTP layers
-    are known to stand behind its own layers.
+    """Inside it, the model's config names the checkpoint, the type that the weights have by now, and the MTP layers.
+    Those that stand behind the model's own layers are known as such.
     """
     config, known = model.config, model._keys_to_ignore_on_load_unexpected
-    before, dtype = config.name_or_path, config.dtype
+    before, dtype, text = config.name_or_path, config.dtype, config.get_text_config(decoder=True)
     config.name_or_path, config.dtype = place, model.dtype
+    count = _num_layers(text) if text.model_type in BESIDE else 0
+    fields = {"num_mtp_layers": count, "mtp_layer_types": ["full_attention"] * count}
+    added = [name for name in fields if count and not getattr(text, name, None)]
+    for name in added:
+        setattr(text, name, fields[name])
     model._keys_to_ignore_on_load_unexpected = [*(known or ()), behind_pattern(model)]
     try:
         yield
     finally:
+        for name in added:
+            delattr(text, name)
         config.name_or_path, config.dtype = before or "", dtype
         model._keys_to_ignore_on_load_unexpected = known

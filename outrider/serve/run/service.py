@@ -288,6 +288,7 @@ class Service:
             task.options,
             max_draft_tokens=0 if asked.off else _least(asked.max_tokens, task.options.max_draft_tokens),
             max_draft_context=_least(asked.max_context, task.options.max_draft_context),
+            owner=task.owner,
         )
         newest = asked.drafter is None or (self._learns and asked.drafter == self.drafter)
         latest = time.monotonic() + self.limits.request_timeout

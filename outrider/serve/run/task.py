@@ -42,7 +42,8 @@ class OutputTask:
         speculation: How its drafts differ from the server's.
         deadline: Seconds of `time.monotonic` after which the task is cancelled; by default the service's
             `request_timeout` from now.
-        owner: Whose task it is, for `max_concurrent_per_key`; None counts for nobody.
+        owner: The key that it came with, for `max_concurrent_per_key`, and because texts of other keys are not drafted;
+            None counts for nobody.
     """
 
     id: str

@@ -20,7 +20,7 @@ from outrider.serve.run.service import Service
 from outrider.serve.run.task import OutputTask, RequestSpeculation
 from outrider.serve.run.templates import ChatPrompt
 from tests.serve.services import GREEDY, made, read, run, serving, task, until
-from tests.world.models import drafter_of, engine, free_slots
+from tests.world.models import drafter_of, engine, free_slots, llama
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +217,19 @@ def test_a_key_has_its_own_limit():
         return refused.value.code
 
     assert run(slowed(), work, limits=Limits(max_concurrent_per_key=1)) == "too_many_requests_per_key"
+
+
+def test_texts_of_another_key_are_not_drafted():
+    async def work(service):
+        drafted = []
+        for number, owner in enumerate(("x", "y", None, "x")):
+            [found] = await made(service, task(str(number), most=24, owner=owner, ignore_eos=True))
+            drafted.append(found.output.num_draft_tokens)
+        return drafted
+
+    first, other, nobody, again = run(outrider.load(llama(), drafter="suffix", length="fixed:8"), work)
+    assert first == other == nobody
+    assert again > first
 
 
 def test_slots_go_to_the_lowest_priority_number_and_then_to_the_first():
