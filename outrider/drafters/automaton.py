@@ -14,7 +14,7 @@ SEPARATOR = -1
 
 
 @dataclass(kw_only=True)
-class Continuation:
+class CopiedTokens:
     """What most often followed an end of a context in a text, token by token.
 
     Attributes:
@@ -125,7 +125,7 @@ class SuffixAutomaton:
 
     def continued(
         self, state: int, length: int, most: int, *, min_match: int = 1, min_reach: float = 0.0
-    ) -> Continuation:
+    ) -> CopiedTokens:
         """What most often followed a match, token by token. Where nothing follows it, it is shortened.
 
         Args:
@@ -135,7 +135,7 @@ class SuffixAutomaton:
             min_match: The continuation ends where a shorter match would have to be followed.
             min_reach: It ends before the product of its shares falls below this.
         """
-        found, reached = Continuation(length=length), 1.0
+        found, reached = CopiedTokens(length=length), 1.0
         while len(found.tokens) < most:
             state, length = self.shorten(state, length)
             if length < min_match or (token := self.likeliest(state)) < 0:
@@ -154,11 +154,11 @@ class SuffixAutomaton:
 
     def best_continuation(
         self, state: int, length: int, most: int, *, min_match: int = 1, min_reach: float = 0.0
-    ) -> Continuation:
+    ) -> CopiedTokens:
         """Of the continuations of a match and of its suffixes, the one that expects the most tokens; of equal ones that
         of the longest. The arguments are those of `continued`.
         """
-        best = Continuation()
+        best = CopiedTokens()
         for _ in range(ENDS):
             if length < min_match or best.expected >= most:
                 break

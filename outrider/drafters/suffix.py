@@ -10,7 +10,7 @@ import numpy as np
 
 from outrider.core.option import CheckedOptions, option
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
-from outrider.drafters.automaton import SEPARATOR, Continuation, SuffixAutomaton
+from outrider.drafters.automaton import SEPARATOR, CopiedTokens, SuffixAutomaton
 from outrider.drafters.exports import Exports
 from outrider.drafters.memory import LEAD, KnownTexts, TextMemory
 from outrider.drafters.prediction import PredictedText, counts, note_accepted, promised
@@ -48,7 +48,7 @@ class SuffixState:
     automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     prediction: PredictedText | None = None
     remembers: bool = True
-    draft: Continuation = field(default_factory=Continuation)
+    draft: CopiedTokens = field(default_factory=CopiedTokens)
     looked: int = 0
     depth: int = 0
     source: KnownTexts | None = None
@@ -175,7 +175,7 @@ class SuffixDrafter(CheckedOptions, TokenOnly):
             drafter_state.looked, drafter_state.depth = len(state.tokens), max(depth, LOOK)
             drafter_state.draft, drafter_state.source = self._best_draft(state, drafter_state)
 
-    def _best_draft(self, state: Running, drafter_state: SuffixState) -> tuple[Continuation, KnownTexts | None]:
+    def _best_draft(self, state: Running, drafter_state: SuffixState) -> tuple[CopiedTokens, KnownTexts | None]:
         """The best draft of the wanted depth, and the remembered texts that it comes from, if it does."""
         own, depth = drafter_state.automaton, drafter_state.depth
         here = own.repeated_suffix()
@@ -193,7 +193,7 @@ class SuffixDrafter(CheckedOptions, TokenOnly):
             return COPIED[promise.match : promise.match + promise.tokens]
         return [share * COPIED[min(draft.length + i, len(COPIED) - 1)] for i, share in enumerate(draft.shares[:depth])]
 
-    def _best(self, automaton: SuffixAutomaton, state: int, length: int, depth: int) -> Continuation:
+    def _best(self, automaton: SuffixAutomaton, state: int, length: int, depth: int) -> CopiedTokens:
         return automaton.best_continuation(state, length, depth, min_match=self.min_match, min_reach=LEAST)
 
     def _others(

@@ -206,6 +206,6 @@ def test_a_thorough_probe_measures_all_lengths_at_both_temperatures_and_a_long_c
     found = measure(parts_of("model"), max_requests=2, thorough=True, seconds=60)
     assert found is not None
     near = {(row.requests, row.length, row.sampled) for row in found.rows if row.context == 64}
-    assert near == {(b, n, drawn) for b in (1, 2) for n in range(9) for drawn in (False, True)}
+    assert near == {(b, n, drawn) for b in (1, 2) for n in probe.ALL_LENGTHS for drawn in (False, True)}
     far = [(row.requests, row.length) for row in found.rows if row.context == 100]
-    assert sorted(far) == [(1, 0), (1, 8), (2, 0), (2, 8)]
+    assert sorted(far) == [(1, 0), (1, 16), (2, 0), (2, 16)]
