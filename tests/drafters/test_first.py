@@ -26,6 +26,7 @@ from outrider.lengths.costs import CostTable, StepCost
 from outrider.lengths.experience import Experience
 from outrider.lengths.goodput import GoodputLength
 from outrider.lm.tabular import TabularLM, random_rows
+from outrider.lm.target_info import TargetInfo
 from outrider.plan.table import _key_of_table
 from outrider.proof.enumerate import joint_law
 from outrider.proof.rule import law_error
@@ -36,6 +37,7 @@ from outrider.trees.protocol import Tree
 from outrider.trees.top_plus_one import TopPlusOneTree
 from outrider.verifiers.traits import CHAINS, KINDS
 from tests.world.biased import RecoversFromTheTarget
+from tests.world.heads import head
 from tests.world.models import drafter_of, prompts, target
 from tests.world.parts import parts_of
 from tests.world.tables import tables
@@ -553,3 +555,28 @@ def test_acceptance_of_copies_and_of_drafts_is_learnt_apart():
     assert all(each.tested for each in counts)
     accepted = sum(out.num_accepted_tokens for out in made)
     assert sum(sum(each.accepted[1:]) for each in counts) == pytest.approx(accepted, rel=0.3)
+
+
+SOME_HEADS = ("medusa", "eagle3", "poss", "jakiro", "dflash", "dspark", "mtp")
+"""Heads of each idea: on the last state, features continued, specialists and experts, blocks, layers of the target."""
+
+
+@pytest.mark.parametrize("kind", SOME_HEADS)
+def test_a_head_sees_every_step_and_drafts_what_the_target_says(kind):
+    model = target()
+    drafter = Noting(drafters=(SuffixDrafter(min_match=1), head(kind, TargetInfo.of(model, None))))
+    for tree, rule in (("chain", "block"), ("dynamic:width=2,num_nodes=6", "match")):
+        drafter.steps.clear()
+        busy = Engine(parts_of(model, drafter, tree=tree, verifier=rule), max_slots=4)
+        made = busy.generate(TEXTS, max_new_tokens=20, sampling=GREEDY)
+        busy.rest()
+        assert [out.tokens for out in made] == plain(TEXTS, 20), tree
+        assert {0, 1} <= drafter.used, tree
+        assert any({0, 1} <= set(numbers) for numbers in drafter.steps), tree
+
+
+@pytest.mark.parametrize("tree", ["chain", "gumbel"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "dflash"])
+def test_a_head_keeps_the_law_behind_copies(kind, tree):
+    drafter = FirstDrafter(drafters=(NgramDrafter(), head(kind, TargetInfo.of(target(), None))))
+    assert law_error(tables(2, verifier("recursive"), 2, drafter=drafter, tree=TREES[tree])) < BOUND
