@@ -193,16 +193,17 @@ def _step_of(
         path: The part of it that was emitted.
     """
     request, draft = state.request, reading.draft
+    count = draft.num_draft_tokens(index)
     last = int(draft.offsets[index]) + (accepted[-1] if accepted else 0)
     return Step(
         request=request.id,
-        num_draft_tokens=draft.num_draft_tokens(index),
+        num_draft_tokens=count,
         num_accepted_tokens=len(accepted),
         tokens=tuple(tokens),
         timing=clock.timing,
         num_requests=num_requests,
         room=plan.asked[index],
-        promised=tuple(plan.promised[index][: draft.num_draft_tokens(index)]),
+        promised=tuple(plan.promised[index][:count]),
         bonus=bool(draft.first_child[last] == draft.first_child[last + 1]),
         logprobs=logprobs.chosen,
         top_logprobs=logprobs.top,
