@@ -132,7 +132,8 @@ def test_an_interrupt_leaves_the_outputs_that_have_ended(monkeypatch, capsys, tm
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     ended = len(records(file))
-    assert (process.returncode, err) == (130, f"interrupted after {ended} of 21 outputs\n")
+    # On a busy machine, lines before it say what takes long.
+    assert (process.returncode, err.splitlines()[-1]) == (130, f"interrupted after {ended} of 21 outputs")
     assert 2 <= ended < 21
     status, _, err = run(monkeypatch, capsys, "generate", *given)
     assert (status, f"{ended} of 21 outputs are in {file} already" in err) == (0, True), err

@@ -175,9 +175,10 @@ def copies_without_the_last_position(patch: pytest.MonkeyPatch) -> None:
 def rows_of_later_drafters_stay(patch: pytest.MonkeyPatch) -> None:
     honest = drafting._selected
 
-    def selected(drafts, which):
-        own = [drafting._request(drafting._widened(drafts[each]), r).row_of for r, each in enumerate(which)]
-        return replace(honest(drafts, which), row_of=np.concatenate(own))
+    def selected(drafts, which, structure):
+        chosen = [(drafts[each], r) for r, each in enumerate(which)]
+        own = [draft.row_of[draft.offsets[r] : draft.offsets[r + 1]] for draft, r in chosen]
+        return replace(honest(drafts, which, structure), row_of=np.concatenate(own))
 
     patch.setattr(drafting, "_selected", selected)
 
