@@ -25,7 +25,7 @@ ROWS = (
         family="drafter",
         name="suffix",
         home="outrider.drafters.suffix:SuffixDrafter",
-        summary="continue the longest repeated suffix, by a suffix automaton of context and corpus",
+        summary="continue a repeated suffix, by suffix automata of context, ended requests and corpus",
         source="Oliaro et al. 2024, SuffixDecoding, https://arxiv.org/abs/2411.04975",
     ),
     Row(
