@@ -24,7 +24,9 @@ else:
     Drafter = Engine = CostTable = Planner = RecordedRun = DraftConfiguration = object
 
 MAX_NEW_TOKENS, PROMPTS, DEPTH = 64, 16, 8
-"""Tokens of a recorded text, number of prompts, and deepest draft token, where nothing is named."""
+"""Tokens of a recorded text, most prompts, and deepest draft token, where nothing is named."""
+SECONDS = 60.0
+"""Seconds within which prompts are recorded where their number is not named."""
 MOST_DOUBT = 0.05
 """Relative standard error of kept costs above which they are measured again, thoroughly."""
 USUAL = ("suffix", "ngram")
@@ -38,7 +40,7 @@ class PlanOptions(CheckedOptions):
     Attributes:
         prompt_file: Your prompts: a text file (one prompt), or JSON lines with `prompt`, `turns` or `messages`. By
             default the prompts that ship with Outrider.
-        num_prompts: How many of them are recorded; 0 takes all.
+        num_prompts: How many of them are recorded; 0 takes all. By default at most 16, and as many as a minute allows.
         requests: Requests at once; several numbers with commas.
         context: Tokens of a request for which times are predicted. By default those of the record.
         record: Keep the recorded run in this file, or read it from there.
@@ -48,7 +50,7 @@ class PlanOptions(CheckedOptions):
     """
 
     prompt_file: Path | None = None
-    num_prompts: int = option(PROMPTS, least=0, note=" (0 takes all)")
+    num_prompts: int | None = option(None, least=0, note=" (0 takes all)")
     requests: str = "1,2,4,8"
     context: int | None = option(None, least=1)
     record: Path | None = None
@@ -256,8 +258,8 @@ def recorded(
         prompts = read_prompts((ASSETS / "prompts.jsonl").read_text(encoding="utf-8"))
     else:
         prompts = read_file(options.prompt_file)
-    if options.num_prompts:
-        prompts = prompts[:: max(1, len(prompts) // options.num_prompts)][: options.num_prompts]
+    if wanted := PROMPTS if options.num_prompts is None else options.num_prompts:
+        prompts = prompts[:: max(1, len(prompts) // wanted)][:wanted]
     tokens = [engine.encode(prompt) for prompt in prompts]
     sampling, count = request.sampling(engine.sampling), request.max_new_tokens or MAX_NEW_TOKENS
     header: dict[str, Any] = {}
@@ -287,6 +289,7 @@ def recorded(
         max_new_tokens=count,
         depth=DEPTH,
         costs=costs,
+        max_seconds=SECONDS if options.num_prompts is None else None,
     )
     run = replace(run, header=header)
     if options.record is not None:

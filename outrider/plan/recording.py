@@ -1,6 +1,7 @@
 """Records a run: the target says texts alone, then each drafter guesses along them with the loop's own calls."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,6 +34,8 @@ KINDS: Mapping[str, DraftedTree] = {
 """What is recorded for trees: what two draws tell, exactly, and the rank of the text's token."""
 TREE_DEPTH = 4
 """Deepest level for which trees are recorded."""
+FIRST_PROMPTS = 2
+"""Prompts after which a recording within a time knows how long a prompt takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,7 @@ def record(
     depth: int = 8,
     costs: Sequence[CostTable] = (),
     draft_sampling: Sampling | None = None,
+    max_seconds: float | None = None,
 ) -> RecordedRun:
     """Let the target answer prompts alone, and every drafter guess along the answers.
 
@@ -70,59 +74,71 @@ def record(
         depth: Deepest draft token that is recorded.
         costs: The costs of steps with each drafter, to which the run's plain steps are compared.
         draft_sampling: As in `along`.
+        max_seconds: As many of the first prompts are recorded as this allows, at least two.
 
     Raises:
         InputError: No prompt got a text, or the settings depend on earlier tokens.
     """
     if sampling.reads_prefix:
         raise InputError("penalties and processors that read the text cannot be planned; leave them out")
-    outputs = plain_run(engine, prompts, sampling, max_new_tokens)
-    continuations = [
-        Continuation(
-            prompt=tuple(prompt),
-            text=TargetText(
-                prompt=len(prompt),
-                tokens=np.array(output.tokens),
-                log_probs=np.zeros(len(output.tokens)),
-                ended=output.finish_reason != "length",
-            ),
-        )
-        for prompt, output in zip(prompts, outputs, strict=True)
-        if output.tokens
-    ]
-    if not continuations:
-        raise InputError("the target said nothing to any prompt")
-    engine.rest()
-    rows: dict[str, tuple[DraftRows, ...]] = {}
-    for name, drafter in drafters.items():
-        pairs = [
-            pair
-            for first in range(0, len(continuations), engine.max_slots)
-            for pair in along(
-                engine.parts,
-                drafter,
-                continuations[first : first + engine.max_slots],
-                sampling,
-                depth,
-                draft_sampling=draft_sampling,
-            )
-        ]
+    texts: list[TargetText] = []
+    rows: dict[str, list[DraftRows]] = {name: [] for name in drafters}
+    steps: list[Sequence[Step]] = []
+    for some in _groups(len(prompts), engine.max_slots, max_seconds):
+        outputs = plain_run(engine, [prompts[i] for i in some], sampling, max_new_tokens, first=some.start)
+        steps += [output.steps for output in outputs]
         continuations = [
-            replace(each, text=replace(each.text, log_probs=p))
-            for each, (p, _) in zip(continuations, pairs, strict=True)
+            Continuation(prompt=tuple(prompts[i]), text=_text(len(prompts[i]), output))
+            for i, output in zip(some, outputs, strict=True)
+            if output.tokens
         ]
-        rows[name] = tuple(each for _, each in pairs)
-    texts = tuple(each.text for each in continuations)
-    run = RecordedRun(texts=texts, drafts=rows, temperature=sampling.temperature)
-    return replace(run, slowness=slowness_of([output.steps for output in outputs], costs, run) if costs else 1.0)
+        if not continuations:
+            continue
+        engine.rest()
+        log_probs = [each.text.log_probs for each in continuations]
+        for name, drafter in drafters.items():
+            pairs = along(engine.parts, drafter, continuations, sampling, depth, draft_sampling=draft_sampling)
+            log_probs = [log_p for log_p, _ in pairs]
+            rows[name] += [each for _, each in pairs]
+        texts += [replace(each.text, log_probs=p) for each, p in zip(continuations, log_probs, strict=True)]
+    if not texts:
+        raise InputError("the target said nothing to any prompt")
+    drafts = {name: tuple(each) for name, each in rows.items()}
+    run = RecordedRun(texts=tuple(texts), drafts=drafts, temperature=sampling.temperature)
+    return replace(run, slowness=slowness_of(steps, costs, run) if costs else 1.0)
+
+
+def _groups(count: int, most: int, max_seconds: float | None) -> Iterator[range]:
+    """The prompts that are recorded together, until the time is over."""
+    began, first = time.monotonic(), 0
+    while first < count:
+        room = most if max_seconds is None or first else FIRST_PROMPTS
+        if max_seconds is not None and first:
+            spent = time.monotonic() - began
+            room = int((max_seconds - spent) / (spent / first))
+        if room < 1:
+            return
+        some = range(first, min(count, first + min(room, most)))
+        yield some
+        first = some.stop
+
+
+def _text(prompt: int, output: Output) -> TargetText:
+    """What the target said, before anything is known of its probabilities."""
+    return TargetText(
+        prompt=prompt,
+        tokens=np.array(output.tokens),
+        log_probs=np.zeros(len(output.tokens)),
+        ended=output.finish_reason != "length",
+    )
 
 
 def plain_run(
-    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, max_new_tokens: int
+    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, max_new_tokens: int, *, first: int = 0
 ) -> list[Output]:
-    """What the target says alone."""
+    """What the target says alone; `first` is the number of the first prompt."""
     alone = engine.plain()
-    seed = 0 if sampling.seed is None else sampling.seed
+    seed = first + (0 if sampling.seed is None else sampling.seed)
     samplings = [replace(sampling, seed=seed + i) for i in range(len(prompts))]
     outputs = alone.generate([list(prompt) for prompt in prompts], max_new_tokens=max_new_tokens, sampling=samplings)
     alone.rest()
@@ -260,8 +276,7 @@ class _Notes:
     def note(self, place: int, depth: int, q: Float[Tensor, " vocab"]) -> None:
         """Note the row that guesses the token `depth` behind a place."""
         at = place + depth
-        token, p = self.tokens[at], self.p[at].numpy()
-        q_row = q.double().numpy()
+        token, p, q_row = self._possible(self.tokens[at], self.p[at].numpy(), q.double().numpy())
         if self.greedy:
             self.log_q[place, depth] = 0.0 if int(q_row.argmax()) == token else -np.inf
             self.coupled[place, depth] = float(int(q_row.argmax()) == token)
@@ -272,6 +287,13 @@ class _Notes:
         for name, values in self.trees.items():
             if depth < values.shape[1]:
                 values[place, depth] = KINDS[name].chances(p, q_row, token, 0.5) if p[token] > 0 else 0.0
+
+    @staticmethod
+    def _possible(token: int, p: np.ndarray, q: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
+        """Both rows over the tokens that either can emit and the text's own, which says the same as the whole rows."""
+        kept = (p > 0) | (q > 0)
+        kept[token] = True
+        return int(kept[:token].sum()), p[kept], q[kept]
 
     def note_point(self, place: int, depth: int, token: int) -> None:
         """Note the one token that a drafter proposes."""

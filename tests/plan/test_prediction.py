@@ -296,6 +296,23 @@ def test_recorded_texts_end_where_plain_decoding_of_the_engine_ends():
     assert made.texts[0].ended
 
 
+def test_a_recording_that_has_no_time_left_has_the_texts_of_the_first_prompts():
+    engine = outrider.load(dtype="float32", max_slots=3)
+    prompts = [engine.encode(text) for text in ("Once", "The sun", "A dog ran", "def add(", "My friend")]
+    drafters = {"model": engine.parts.drafter, "ngram": NgramDrafter()}
+    settings = {"sampling": SAMPLED, "max_new_tokens": 6, "depth": 2}
+    whole = record(engine, drafters, prompts, **settings)
+    hurried = record(engine, drafters, prompts, max_seconds=0.0, **settings)
+    assert [len(run.texts) for run in (whole, hurried)] == [5, 2]
+    for some, all_of_them in zip(hurried.texts, whole.texts, strict=False):
+        assert some.tokens.tolist() == all_of_them.tokens.tolist()
+        assert some.log_probs == pytest.approx(all_of_them.log_probs, abs=1e-4)
+    for name, rows in hurried.drafts.items():
+        assert len(rows) == 2
+        for some, one in zip(rows, whole.drafts[name], strict=False):
+            assert some.log_probs == pytest.approx(one.log_probs, abs=1e-4)
+
+
 def test_what_is_no_record_is_refused(tmp_path):
     (tmp_path / "x.npz").write_bytes(b"nothing")
     with pytest.raises(InputError, match="is no record"):
