@@ -5,7 +5,8 @@
 // states or on the number of threads.
 //
 // Products of bfloat16 states:
-// - with AVX-512 and its instructions for bfloat16: codes are exact in bfloat16, products are added in float32;
+// - with AVX-512 and its instructions for bfloat16: codes are exact in bfloat16, products are added in float32. With AMX
+//   too, its tiles multiply up to 16 states at once;
 // - with AVX2: the 32 states of a group are whole numbers times a power of two, and their products with codes are added
 //   as whole numbers, exactly. The whole numbers have 23 bits (of codes of 8 bits: 30), so a state keeps all its bits
 //   unless it is 2^15 (2^22) times smaller than the largest of its group, or smaller than 2^-80;
@@ -22,12 +23,19 @@
 #if !defined(WITH_AVX512_BF16) && !defined(WITH_AVX2)
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__F16C__)
 #define WITH_AVX512_BF16
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
+#define WITH_AMX
+#endif
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define WITH_AVX2
 #endif
 #endif
 #if defined(WITH_AVX512_BF16) || defined(WITH_AVX2)
 #include <immintrin.h>
+#endif
+#ifdef WITH_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 // The functions that others call. Types of numbers: 0 is float32, 1 is bfloat16. Kinds of blocks: as GGUF numbers them.
@@ -184,11 +192,28 @@ struct States {
     const uint16_t *halves(int64_t row) const { return static_cast<const uint16_t *>(data) + row * stride; }
 };
 
+// A kernel whose functions multiply a panel with one to eight states. `first` is the first state, `local` its place among
+// those for which there are groups.
+template <class Kernel>
+struct Few {
+    static constexpr int PASS = MOST;
+    static void finish() {}
+
+    template <int KIND, class Group>
+    static void pass(const uint8_t *data, const States &states, const Group *groups, int64_t first, int64_t local, int count, float (*outputs)[PANEL]) {
+        static const decltype(&Kernel::template panel<KIND, 1>) of[] = {
+            nullptr, Kernel::template panel<KIND, 1>, Kernel::template panel<KIND, 2>, Kernel::template panel<KIND, 3>,
+            Kernel::template panel<KIND, 4>, Kernel::template panel<KIND, 5>, Kernel::template panel<KIND, 6>,
+            Kernel::template panel<KIND, 7>, Kernel::template panel<KIND, 8>};
+        of[count](data, states, groups, first, local, outputs);
+    }
+};
+
 // ---- float32
 
 typedef float Vector __attribute__((vector_size(64)));
 
-struct Plain {
+struct Plain : Few<Plain> {
     struct Group {};
     static constexpr bool takes(int64_t) { return true; }
     static bool prepares(const std::vector<Matrix> &) { return false; }
@@ -244,7 +269,7 @@ struct Plain {
 
 // ---- AVX-512 with bfloat16: every kind
 
-struct Products {
+struct Products : Few<Products> {
     struct Group {
         float sum;  // of the states of a group
     };
@@ -283,7 +308,7 @@ struct Products {
         __m512i index = J == 0 ? low : _mm512_srli_epi16(low, 4 * J);
         if (BITS == 4) return (__m512bh)_mm512_permutexvar_epi16(index, first);  // reads five bits; the fifth is of no matter
         // Four bits from below, the others from above.
-        index = _mm512_ternarylogic_epi64(index, upper<BITS, Q, J>(high), _mm512_set1_epi16(BITS == 5 ? 0x10 : 0x30), 0xd8);
+        index = _mm512_ternarylogic_epi64(index, (upper<BITS, Q, J>(high)), _mm512_set1_epi16(BITS == 5 ? 0x10 : 0x30), 0xd8);
         if (BITS == 5) return (__m512bh)_mm512_permutexvar_epi16(index, first);
         return (__m512bh)_mm512_permutex2var_epi16(first, index, second);
     }
@@ -311,6 +336,26 @@ struct Products {
         }
     }
 
+    // Of the first or the second half of a group.
+    template <int KIND>
+    static __m512 scales(const uint8_t *block, int group, int half) {
+        if (KIND == BF16) return _mm512_set1_ps(1);
+        __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)block));
+        const __m128i *small = (const __m128i *)(KIND == Q6_K ? block + 32 + group * 32 + 16 * half : block + 64 + group * 32);
+        if (KIND == Q6_K) scale = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(small))));
+        if (KIND == Q4_K || KIND == Q5_K) scale = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(small))));
+        return scale;
+    }
+
+    template <int KIND>
+    static __m512 offsets(const uint8_t *block, int group) {
+        if (!layout_of(KIND).offsets) return _mm512_setzero_ps();
+        const __m512 offset = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(block + 32)));
+        if (KIND != Q4_K && KIND != Q5_K) return offset;
+        const __m128i *small = (const __m128i *)(block + 64 + group * 32 + 16);
+        return _mm512_mul_ps(offset, _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_setzero_si512(), _mm512_cvtepu8_epi32(_mm_loadu_si128(small)))));
+    }
+
     template <int KIND, int Q, int R>
     static void add(const uint8_t *codes, __m512i high, __m512i first, __m512i second, const uint16_t *x, int64_t stride,
                     __m512 (&even)[R], __m512 (&odd)[R]) {
@@ -333,6 +378,7 @@ struct Products {
         static const Table table(layout.bits, layout.zero);
         const __m512i low_table = _mm512_load_si512(table.low), high_table = _mm512_load_si512(table.high);
         __m512 total[R], even[R], odd[R];
+#pragma GCC unroll 8
         for (int r = 0; r < R; r++) total[r] = even[r] = odd[r] = _mm512_setzero_ps();
         const int64_t num_groups = states.groups();
         const uint8_t *block = data;
@@ -343,49 +389,192 @@ struct Products {
             const uint16_t *x = states.halves(first) + number * GROUP;
             // Two sums for each state, whatever R is. They go on over the groups of weights without scales.
             if (KIND != BF16)
+#pragma GCC unroll 8
                 for (int r = 0; r < R; r++) even[r] = odd[r] = _mm512_setzero_ps();
             __m512i high = _mm512_setzero_si512();
             if (layout.bits == 5 || layout.bits == 6) high = _mm512_loadu_si512(codes + 256);
             add<KIND, 0, R>(codes, high, low_table, high_table, x, states.stride, even, odd);
             add<KIND, 1, R>(codes, high, low_table, high_table, x, states.stride, even, odd);
-            __m512 scale = _mm512_setzero_ps(), offset = scale;
-            if (KIND != BF16) scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)block));
             if (KIND == Q6_K) {
-                const __m512 both = scale;
-                const uint8_t *small = block + 32 + group * 32;
-                scale = _mm512_mul_ps(both, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)small))));
+                const __m512 scale = scales<KIND>(block, group, 0);
+#pragma GCC unroll 8
                 for (int r = 0; r < R; r++) {
                     total[r] = _mm512_fmadd_ps(_mm512_add_ps(even[r], odd[r]), scale, total[r]);
                     even[r] = odd[r] = _mm512_setzero_ps();
                 }
-                scale = _mm512_mul_ps(both, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(small + 16)))));
                 high = _mm512_loadu_si512(codes + 320);
             }
             add<KIND, 2, R>(codes, high, low_table, high_table, x, states.stride, even, odd);
             add<KIND, 3, R>(codes, high, low_table, high_table, x, states.stride, even, odd);
-            if (layout.offsets) offset = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(block + 32)));
-            if (KIND == Q4_K || KIND == Q5_K) {
-                const uint8_t *small = block + 64 + group * 32;
-                scale = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)small))));
-                offset = _mm512_mul_ps(offset, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(small + 16)))));
-            }
+            const __m512 scale = scales<KIND>(block, group, 1), offset = offsets<KIND>(block, group);
             if (KIND != BF16)
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++) {
                     total[r] = _mm512_fmadd_ps(_mm512_add_ps(even[r], odd[r]), scale, total[r]);
                     if (layout.offsets) {
                         const __m512 sum = _mm512_set1_ps(groups[(local + r) * num_groups + number].sum);
-                        total[r] = layout.weights > GROUP ? _mm512_fnmadd_ps(offset, sum, total[r]) : _mm512_fmadd_ps(offset, sum, total[r]);
+                        total[r] = _mm512_fmadd_ps(offset, sum, total[r]);
                     }
                 }
             if (group == layout.weights / GROUP - 1) block += layout.chunk();
         }
+#pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             if (KIND == BF16) total[r] = _mm512_add_ps(even[r], odd[r]);
             _mm512_storeu_ps(outputs[r], total[r]);
         }
     }
 };
+
+#ifdef WITH_AMX
+
+// ---- AMX: every kind, the codes unpacked as above
+
+struct Tiles : Products {
+    static constexpr int PASS = CHUNK;
+    static constexpr int FEW = 16, SOME = 8;  // states of a product; groups that are unpacked before they are multiplied
+
+    // Whether the system lets this process use tiles. It is asked once.
+    static bool permitted() {
+        static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+        return granted;
+    }
+
+    // Tiles 0 to 3 hold products, 4 and 5 states, 6 and 7 weights. Setting them up takes as long as some products.
+    static void configure(int rows, int depth) {
+        static thread_local int current[2] = {0, 0};
+        if (current[0] == rows && current[1] == depth) return;
+        current[0] = rows, current[1] = depth;
+        if (rows == 0) return _tile_release();
+        struct alignas(64) {
+            uint8_t palette = 1, first = 0, reserved[14] = {};
+            uint16_t bytes[16] = {};
+            uint8_t rows[16] = {};
+        } layout;
+        for (int i = 0; i < 8; i++) {
+            layout.bytes[i] = i == 4 || i == 5 ? uint16_t(2 * depth) : 64;
+            layout.rows[i] = i >= 6 ? uint8_t(depth / 2) : uint8_t(rows);
+        }
+        _tile_loadconfig(&layout);
+    }
+
+    static void finish() { configure(0, 0); }
+
+    template <int KIND>
+    static void unpack(const uint8_t *codes, __m512i first, __m512i second, uint8_t *weights) {
+        __m512i high = _mm512_setzero_si512();
+        if (layout_of(KIND).bits == 5 || layout_of(KIND).bits == 6) high = _mm512_loadu_si512(codes + 256);
+        __m512bh w[16];
+        operands<KIND, 0>(codes, high, first, second, reinterpret_cast<__m512bh (&)[4]>(w[0]));
+        operands<KIND, 1>(codes, high, first, second, reinterpret_cast<__m512bh (&)[4]>(w[4]));
+        if (KIND == Q6_K) high = _mm512_loadu_si512(codes + 320);
+        operands<KIND, 2>(codes, high, first, second, reinterpret_cast<__m512bh (&)[4]>(w[8]));
+        operands<KIND, 3>(codes, high, first, second, reinterpret_cast<__m512bh (&)[4]>(w[12]));
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) _mm512_store_si512(weights + 64 * i, (__m512i)w[i]);
+    }
+
+    // Products of states with `count` parts of `DEPTH` weights, each by itself. What is next to another needs no wait.
+    template <int DEPTH>
+    static void multiply(const uint16_t *x, int64_t stride, const uint8_t *weights, int count, float (*sums)[FEW][PANEL]) {
+#define MULTIPLY(PRODUCT, STATES, WEIGHTS, I) \
+    if ((I) < count) { \
+        _tile_zero(PRODUCT); \
+        _tile_loadd(STATES, x + (I) * DEPTH, 2 * stride); \
+        _tile_loadd(WEIGHTS, weights + (I) * DEPTH * PANEL * 2, 64); \
+        _tile_dpbf16ps(PRODUCT, STATES, WEIGHTS); \
+        _tile_stored(PRODUCT, sums[I], 64); \
+    }
+        // Compilers do not know that tiles are read from memory.
+        __asm__ volatile("" ::: "memory");
+        for (int i = 0; i < count; i += 4) {
+            MULTIPLY(0, 4, 6, i)
+            MULTIPLY(1, 5, 7, i + 1)
+            MULTIPLY(2, 4, 6, i + 2)
+            MULTIPLY(3, 5, 7, i + 3)
+        }
+        __asm__ volatile("" ::: "memory");
+#undef MULTIPLY
+    }
+
+    template <int KIND>
+    static void pass(const uint8_t *data, const States &states, const Group *groups, int64_t first, int64_t local, int count, float (*outputs)[PANEL]) {
+        if constexpr (KIND == BF16)
+            bfloat16(data, states, first, count, outputs);
+        else
+            blocks<KIND>(data, states, groups, first, local, count, outputs);
+    }
+
+    template <int KIND>
+    static void blocks(const uint8_t *data, const States &states, const Group *groups, int64_t first, int64_t local, int count, float (*outputs)[PANEL]) {
+        constexpr Layout layout = layout_of(KIND);
+        constexpr int PARTS = KIND == Q6_K ? 2 : 1, DEPTH = GROUP / PARTS;
+        static const Table table(layout.bits, layout.zero);
+        const __m512i low_table = _mm512_load_si512(table.low), high_table = _mm512_load_si512(table.high);
+        alignas(64) uint8_t weights[SOME][2 * GROUP * PANEL];
+        alignas(64) float sums[SOME * PARTS][FEW][PANEL];
+        const int64_t num_groups = states.groups();
+        for (int r = 0; r < count; r++) _mm512_store_ps(outputs[r], _mm512_setzero_ps());
+        for (int64_t number = 0; number < num_groups; number += SOME) {
+            const int some = int(std::min<int64_t>(SOME, num_groups - number));
+            __m512 scale[SOME * PARTS], offset[SOME];
+            for (int i = 0; i < some; i++) {
+                const int group = int((number + i) % (layout.weights / GROUP));
+                const uint8_t *block = data + (number + i) / (layout.weights / GROUP) * layout.chunk();
+                const uint8_t *codes = block + PANEL * layout.header + group * layout.codes();
+                for (int k = 0; k < layout.codes(); k += 64) _mm_prefetch((const char *)codes + k + 4096, _MM_HINT_T0);
+                unpack<KIND>(codes, low_table, high_table, weights[i]);
+                for (int part = 0; part < PARTS; part++) scale[i * PARTS + part] = scales<KIND>(block, group, part);
+                offset[i] = offsets<KIND>(block, group);
+            }
+            for (int row = 0; row < count; row += FEW) {
+                const int rows = std::min(FEW, count - row);
+                configure(rows, DEPTH);
+                multiply<DEPTH>(states.halves(first + row) + number * GROUP, states.stride, weights[0], some * PARTS, sums);
+                for (int r = 0; r < rows; r++) {
+                    __m512 total = _mm512_load_ps(outputs[row + r]);
+                    const Group *sum = groups + (local + row + r) * num_groups + number;
+                    for (int i = 0; i < some; i++) {
+                        for (int part = 0; part < PARTS; part++)
+                            total = _mm512_fmadd_ps(_mm512_load_ps(sums[i * PARTS + part][r]), scale[i * PARTS + part], total);
+                        if (layout.offsets) total = _mm512_fmadd_ps(offset[i], _mm512_set1_ps(sum[i].sum), total);
+                    }
+                    _mm512_store_ps(outputs[row + r], total);
+                }
+            }
+        }
+    }
+
+    // Weights of bfloat16 lie as tiles want them, and have no scales: two sums for each state.
+    static void bfloat16(const uint8_t *data, const States &states, int64_t first, int count, float (*outputs)[PANEL]) {
+        const int64_t num_groups = states.groups();
+        alignas(64) float odd[FEW][PANEL];
+        for (int row = 0; row < count; row += FEW) {
+            const int rows = std::min(FEW, count - row);
+            configure(rows, GROUP);
+            _tile_zero(0);
+            _tile_zero(1);
+            const uint16_t *x = states.halves(first + row);
+            for (int64_t number = 0; number < num_groups; number += 2) {
+                const uint8_t *weights = data + number * 1024;
+                for (int k = 0; k < 2048; k += 64) _mm_prefetch((const char *)weights + k + 8192, _MM_HINT_T0);
+                _tile_loadd(4, x + number * GROUP, 2 * states.stride);
+                _tile_loadd(6, weights, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                if (number + 1 == num_groups) break;
+                _tile_loadd(5, x + (number + 1) * GROUP, 2 * states.stride);
+                _tile_loadd(7, weights + 1024, 64);
+                _tile_dpbf16ps(1, 5, 7);
+            }
+            _tile_stored(0, outputs[row], 64);
+            _tile_stored(1, odd, 64);
+            __asm__ volatile("" ::: "memory");
+            for (int r = 0; r < rows; r++) _mm512_store_ps(outputs[row + r], _mm512_add_ps(_mm512_load_ps(outputs[row + r]), _mm512_load_ps(odd[r])));
+        }
+    }
+};
+
+#endif
 
 #elif defined(WITH_AVX2)
 
@@ -433,7 +622,7 @@ inline int32_t sum_of(__m256i values) {
     return _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1);
 }
 
-struct Digits {
+struct Digits : Few<Digits> {
     // The states of a group are whole numbers times `unit`, and those are 65536 a + 256 b + c with digits from -128 to
     // 127; a is at least -127.
     struct Group {
@@ -680,7 +869,7 @@ struct Digits {
 
 // ---- AVX2: codes of 8 bits times two numbers of 16 bits
 
-struct Words {
+struct Words : Few<Words> {
     // The states of a group are (32768 a + b) times `unit`.
     struct Group {
         int16_t words[2][GROUP];
@@ -749,7 +938,7 @@ struct Words {
 
 // ---- AVX2: weights of bfloat16 times states as float32
 
-struct Floats {
+struct Floats : Few<Floats> {
     struct Group {
         float x[GROUP];
     };
@@ -800,23 +989,16 @@ struct Floats {
 
 // ---- the passes
 
-template <class Kernel, int KIND>
-using Panel = void (*)(const uint8_t *, const States &, const typename Kernel::Group *, int64_t, int64_t, float (*)[PANEL]);
-
-// Multiplies some states with a panel, up to eight in a pass.
+// Multiplies some states with a panel.
 template <class Kernel, int KIND>
 void passes(const Matrix &matrix, int64_t number, const States &states, const typename Kernel::Group *groups,
             int64_t begin, int64_t end, const Output &output) {
-    static const Panel<Kernel, KIND> of[] = {
-        nullptr, Kernel::template panel<KIND, 1>, Kernel::template panel<KIND, 2>, Kernel::template panel<KIND, 3>,
-        Kernel::template panel<KIND, 4>, Kernel::template panel<KIND, 5>, Kernel::template panel<KIND, 6>,
-        Kernel::template panel<KIND, 7>, Kernel::template panel<KIND, 8>};
     constexpr Layout layout = layout_of(KIND);
     const uint8_t *data = matrix.data + number * (states.features / layout.weights) * layout.chunk();
-    for (int64_t row = begin; row < end; row += MOST) {
-        alignas(64) float outputs[MOST][PANEL];
-        const int count = int(std::min<int64_t>(end - row, MOST));
-        of[count](data, states, groups, row, row - begin, outputs);
+    for (int64_t row = begin; row < end; row += Kernel::PASS) {
+        alignas(64) float outputs[Kernel::PASS][PANEL];
+        const int count = int(std::min<int64_t>(end - row, Kernel::PASS));
+        Kernel::template pass<KIND>(data, states, groups, row, row - begin, count, outputs);
         for (int r = 0; r < count; r++)
             output.store(outputs[r], row + r, matrix.first + number * PANEL, std::min<int64_t>(matrix.size - number * PANEL, PANEL));
     }
@@ -864,6 +1046,7 @@ void multiply(const std::vector<Matrix> &all, const States &states, const Output
                 const Matrix &matrix = matrices[i];
                 run<Kernel>(matrix, p - before[i], states, groups, begin, end, output);
         }
+        if (end == states.rows) Kernel::finish();
     }
 }
 
@@ -906,6 +1089,9 @@ int outrider_block_linear(const void *states, int64_t states_type, int64_t rows,
     }
     const States given{states, states_type, rows, stride, features};
     const Output output{out, bias, out_type, bias_type, width};
+#ifdef WITH_AMX
+    if (states_type == BFLOAT16 && Tiles::permitted()) return multiply<Tiles>(matrices, given, output), 0;
+#endif
 #if defined(WITH_AVX512_BF16)
     if (states_type == BFLOAT16) return multiply<Products>(matrices, given, output), 0;
 #elif defined(WITH_AVX2)

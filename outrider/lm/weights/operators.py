@@ -163,13 +163,17 @@ def _built() -> ctypes.CDLL:
 def _kernels() -> ctypes.CDLL | None:
     """The functions of `kernels.cpp`; None if they cannot be built here."""
     library = native(SOURCE)
-    if library is not None:
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        library.outrider_block_linear.argtypes = [
-            *(pointer, number, number, number, number),
-            *(number, pointer, pointer, pointer, pointer, number, pointer, number),
-        ]
-        library.outrider_block_rows.argtypes = [pointer, number, pointer, number, number, number, pointer, number]
+    return None if library is None else _declared(library)
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, knowing what its functions take."""
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.outrider_block_linear.argtypes = [
+        *(pointer, number, number, number, number),
+        *(number, pointer, pointer, pointer, pointer, number, pointer, number),
+    ]
+    library.outrider_block_rows.argtypes = [pointer, number, pointer, number, number, number, pointer, number]
     return library
 
 
