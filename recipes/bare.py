@@ -76,8 +76,10 @@ def bare(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"], forward: str)
     return Bare(packed(model) if forward == "packed" else model, ids)
 
 
-def random_llama(*, hidden: int, layers: int, heads: int, kv_heads: int) -> PreTrainedModel:
-    """A Llama with random weights in bfloat16."""
+def random_llama(
+    *, hidden: int, layers: int, heads: int, kv_heads: int, device: str | torch.device = "cpu"
+) -> PreTrainedModel:
+    """A Llama with random weights in bfloat16, which the device draws."""
     config = LlamaConfig(
         vocab_size=32000,
         hidden_size=hidden,
@@ -93,6 +95,7 @@ def random_llama(*, hidden: int, layers: int, heads: int, kv_heads: int) -> PreT
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        return LlamaForCausalLM(config).eval()
+        with torch.device(device):
+            return LlamaForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(usual)

@@ -104,7 +104,7 @@ class Scale:
     device: str = "cuda"
     num_prompts: int = 4
     max_new_tokens: int = 48
-    num_draws: int = 1000
+    num_draws: int = 400
     forwards: tuple[str, ...] = FORWARDS
     layers: int = 16
     hidden: int = 2048
@@ -215,12 +215,12 @@ def profile(scale: Scale) -> Iterator[Row]:
     """The parts of a step, against the time that the memory needs to give the target's weights once."""
     device = torch.device(scale.device)
     rate = bandwidth(device, scale.copied_bytes)
-    shape = {"hidden": scale.hidden, "heads": scale.hidden // 64, "kv_heads": max(1, scale.hidden // 256)}
-    target = random_llama(layers=scale.layers, **shape).to(device)
+    shape: dict[str, Any] = {"hidden": scale.hidden, "heads": scale.hidden // 64, "kv_heads": max(1, scale.hidden // 256)}
+    target = random_llama(layers=scale.layers, device=device, **shape)
     size = sum(weight.nbytes for weight in target.parameters())
     yield {"name": "memory", "bandwidth": rate, "weight_bytes": size, "floor": size / rate}
     with tempfile.TemporaryDirectory() as draft:
-        random_llama(layers=1, **shape).save_pretrained(draft)
+        random_llama(layers=1, device=device, **shape).save_pretrained(draft)
         for drafter in ("none", f"model:path={draft}"):
             for batch in (1, 8):
                 name = f"{'plain' if drafter == 'none' else 'draft model'}, batch of {batch}"

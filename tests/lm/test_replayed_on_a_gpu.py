@@ -14,6 +14,7 @@ from outrider.lm.protocol import Segment
 from tests.lm.test_replayed import drafting, farthest, prompted, said
 from tests.world.models import llama
 
+CASTS = True
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 DEVICE = torch.device("cuda", 0)
 

@@ -38,5 +38,6 @@ def test_captured_states_are_those_of_a_cpu() -> None:
     there = capture(tiny("llama").cuda(), documents, contents, way=SMALL)
     for number in range(len(documents)):
         one, other = here.states(number), there.states(number)
-        assert all(torch.allclose(one.hidden[tap], other.hidden[tap], atol=1e-9) for tap in contents.taps)
-        assert torch.allclose(one.logits, other.logits, atol=1e-9)
+        # Float32 is added up in another order there.
+        assert all(torch.allclose(one.hidden[tap], other.hidden[tap], atol=1e-4) for tap in contents.taps)
+        assert torch.allclose(one.logits, other.logits, atol=1e-4)

@@ -310,8 +310,10 @@ class _Run:
         device = self.accelerator.device
         if device.type != "cuda":
             return None
-        # A new thread is on the first GPU, where pinning memory would take memory too.
-        return Prefetch(self._data, self.settings.steps, partial(torch.cuda.set_device, device))
+        # A new thread is on the first GPU, where pinning memory would take memory too. `cuda` without a number is the
+        # one that this thread is on.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return Prefetch(self._data, self.settings.steps, partial(torch.cuda.set_device, index))
 
     def _data(self, step: int) -> StepData:
         """The rows of a step that this process runs; for a GPU in memory from which it copies by itself."""
