@@ -432,7 +432,7 @@ struct Products : Few<Products> {
 
 struct Tiles : Products {
     static constexpr int PASS = CHUNK;
-    static constexpr int FEW = 16, SOME = 8;  // states of a product; groups that are unpacked before they are multiplied
+    static constexpr int FEW = 16, LAG = 4, RING = 8;  // states of a product; see `blocks`
 
     // Whether the system lets this process use tiles. It is asked once.
     static bool permitted() {
@@ -440,7 +440,7 @@ struct Tiles : Products {
         return granted;
     }
 
-    // Tiles 0 to 3 hold products, 4 and 5 states, 6 and 7 weights. Setting them up takes as long as some products.
+    // Tiles 0 and 1 hold products, 4 and 5 states, 6 and 7 weights. Setting them up takes as long as some products.
     static void configure(int rows, int depth) {
         static thread_local int current[2] = {0, 0};
         if (current[0] == rows && current[1] == depth) return;
@@ -474,73 +474,75 @@ struct Tiles : Products {
         for (int i = 0; i < 16; i++) _mm512_store_si512(weights + 64 * i, (__m512i)w[i]);
     }
 
-    // Products of states with `count` parts of `DEPTH` weights, each by itself. What is next to another needs no wait.
+    // The products of some states with `DEPTH` weights. Those of even turns use other tiles than those of odd turns.
     template <int DEPTH>
-    static void multiply(const uint16_t *x, int64_t stride, const uint8_t *weights, int count, float (*sums)[FEW][PANEL]) {
-#define MULTIPLY(PRODUCT, STATES, WEIGHTS, I) \
-    if ((I) < count) { \
-        _tile_zero(PRODUCT); \
-        _tile_loadd(STATES, x + (I) * DEPTH, 2 * stride); \
-        _tile_loadd(WEIGHTS, weights + (I) * DEPTH * PANEL * 2, 64); \
-        _tile_dpbf16ps(PRODUCT, STATES, WEIGHTS); \
-        _tile_stored(PRODUCT, sums[I], 64); \
-    }
-        // Compilers do not know that tiles are read from memory.
-        __asm__ volatile("" ::: "memory");
-        for (int i = 0; i < count; i += 4) {
-            MULTIPLY(0, 4, 6, i)
-            MULTIPLY(1, 5, 7, i + 1)
-            MULTIPLY(2, 4, 6, i + 2)
-            MULTIPLY(3, 5, 7, i + 3)
+    static void multiply(int turn, const uint16_t *x, int64_t stride, const uint8_t *weights, float (*sums)[PANEL]) {
+// Compilers want the numbers of tiles written out.
+#define MULTIPLY(SUMS, STATES, WEIGHTS) \
+    _tile_zero(SUMS); \
+    _tile_loadd(STATES, x, 2 * stride); \
+    _tile_loadd(WEIGHTS, weights, 64); \
+    _tile_dpbf16ps(SUMS, STATES, WEIGHTS); \
+    _tile_stored(SUMS, sums, 64);
+        if (turn % 2 == 0) {
+            MULTIPLY(0, 4, 6)
+        } else {
+            MULTIPLY(1, 5, 7)
         }
-        __asm__ volatile("" ::: "memory");
 #undef MULTIPLY
     }
 
     template <int KIND>
     static void pass(const uint8_t *data, const States &states, const Group *groups, int64_t first, int64_t local, int count, float (*outputs)[PANEL]) {
-        if constexpr (KIND == BF16)
-            bfloat16(data, states, first, count, outputs);
-        else
-            blocks<KIND>(data, states, groups, first, local, count, outputs);
+        if constexpr (KIND == BF16) return bfloat16(data, states, first, count, outputs);
+        // As many whole tiles as there are, then the rest.
+        const int whole = count / FEW * FEW;
+        if (whole > 0) blocks<KIND>(data, states, groups, first, local, whole, outputs);
+        if (whole < count) blocks<KIND>(data, states, groups, first + whole, local + whole, count - whole, outputs + whole);
     }
 
+    // A group is unpacked, some groups later multiplied, and as many later added to the outputs, because a tile cannot
+    // read what is still being written, and its products cannot be read before they are.
     template <int KIND>
     static void blocks(const uint8_t *data, const States &states, const Group *groups, int64_t first, int64_t local, int count, float (*outputs)[PANEL]) {
         constexpr Layout layout = layout_of(KIND);
-        constexpr int PARTS = KIND == Q6_K ? 2 : 1, DEPTH = GROUP / PARTS;
+        constexpr int PARTS = KIND == Q6_K ? 2 : 1, DEPTH = GROUP / PARTS, EACH = layout.weights / GROUP;
         static const Table table(layout.bits, layout.zero);
         const __m512i low_table = _mm512_load_si512(table.low), high_table = _mm512_load_si512(table.high);
-        alignas(64) uint8_t weights[SOME][2 * GROUP * PANEL];
-        alignas(64) float sums[SOME * PARTS][FEW][PANEL];
+        alignas(64) uint8_t weights[RING][PARTS][2 * DEPTH * PANEL];
+        alignas(64) float sums[PASS / FEW][RING][PARTS][FEW][PANEL];
         const int64_t num_groups = states.groups();
+        const int rows = std::min(FEW, count), tiles = count / rows;
+        configure(rows, DEPTH);
         for (int r = 0; r < count; r++) _mm512_store_ps(outputs[r], _mm512_setzero_ps());
-        for (int64_t number = 0; number < num_groups; number += SOME) {
-            const int some = int(std::min<int64_t>(SOME, num_groups - number));
-            __m512 scale[SOME * PARTS], offset[SOME];
-            for (int i = 0; i < some; i++) {
-                const int group = int((number + i) % (layout.weights / GROUP));
-                const uint8_t *block = data + (number + i) / (layout.weights / GROUP) * layout.chunk();
-                const uint8_t *codes = block + PANEL * layout.header + group * layout.codes();
+        for (int64_t step = 0; step < num_groups + 2 * LAG; step++) {
+            if (step < num_groups) {
+                const uint8_t *codes = data + step / EACH * layout.chunk() + PANEL * layout.header + step % EACH * layout.codes();
                 for (int k = 0; k < layout.codes(); k += 64) _mm_prefetch((const char *)codes + k + 4096, _MM_HINT_T0);
-                unpack<KIND>(codes, low_table, high_table, weights[i]);
-                for (int part = 0; part < PARTS; part++) scale[i * PARTS + part] = scales<KIND>(block, group, part);
-                offset[i] = offsets<KIND>(block, group);
+                unpack<KIND>(codes, low_table, high_table, weights[step % RING][0]);
             }
-            for (int row = 0; row < count; row += FEW) {
-                const int rows = std::min(FEW, count - row);
-                configure(rows, DEPTH);
-                multiply<DEPTH>(states.halves(first + row) + number * GROUP, states.stride, weights[0], some * PARTS, sums);
-                for (int r = 0; r < rows; r++) {
-                    __m512 total = _mm512_load_ps(outputs[row + r]);
-                    const Group *sum = groups + (local + row + r) * num_groups + number;
-                    for (int i = 0; i < some; i++) {
-                        for (int part = 0; part < PARTS; part++)
-                            total = _mm512_fmadd_ps(_mm512_load_ps(sums[i * PARTS + part][r]), scale[i * PARTS + part], total);
-                        if (layout.offsets) total = _mm512_fmadd_ps(offset[i], _mm512_set1_ps(sum[i].sum), total);
-                    }
-                    _mm512_store_ps(outputs[row + r], total);
+            // Compilers do not know that tiles read and write memory.
+            __asm__ volatile("" ::: "memory");
+            const int64_t now = step - LAG, then = now - LAG;
+            if (now >= 0 && now < num_groups)
+                for (int tile = 0; tile < tiles; tile++) {
+                    const uint16_t *x = states.halves(first + tile * FEW) + now * GROUP;
+                    uint8_t(*w)[2 * DEPTH * PANEL] = weights[now % RING];
+                    float(*out)[FEW][PANEL] = sums[tile][now % RING];
+                    for (int part = 0; part < PARTS; part++)
+                        multiply<DEPTH>(int(now + tile) * PARTS + part, x + part * DEPTH, states.stride, w[part], out[part]);
                 }
+            __asm__ volatile("" ::: "memory");
+            if (then < 0) continue;
+            const uint8_t *block = data + then / EACH * layout.chunk();
+            const __m512 scale = scales<KIND>(block, int(then % EACH), 0), second = scales<KIND>(block, int(then % EACH), 1);
+            const __m512 offset = offsets<KIND>(block, int(then % EACH));
+            for (int r = 0; r < count; r++) {
+                const float(*sum)[FEW][PANEL] = sums[r / FEW][then % RING];
+                __m512 total = _mm512_fmadd_ps(_mm512_load_ps(sum[0][r % FEW]), scale, _mm512_load_ps(outputs[r]));
+                if (PARTS == 2) total = _mm512_fmadd_ps(_mm512_load_ps(sum[PARTS - 1][r % FEW]), second, total);
+                if (layout.offsets) total = _mm512_fmadd_ps(offset, _mm512_set1_ps(groups[(local + r) * num_groups + then].sum), total);
+                _mm512_store_ps(outputs[r], total);
             }
         }
     }
