@@ -53,7 +53,7 @@ from outrider.embedded import EMBEDDED_TARGET
 from outrider.engine.engine import Engine
 from outrider.heads.objective import HeadContext
 from outrider.learning.batch import Document
-from outrider.lm.forwards.forward import FORWARDS
+from outrider.lm.forwards.forward import FORWARDS, Forward
 from outrider.lm.hf.open import open_model
 from outrider.proof.identity import identity
 from outrider.proof.statistics import sampled_law
@@ -76,6 +76,8 @@ GREEDY = Sampling(temperature=0.0, seed=0)
 LENGTH = "fixed:4"
 HEAD = "eagle3"
 """The head that is trained."""
+PROFILED: tuple[Forward, ...] = ("eager", "replayed")
+"""Kinds of forward whose steps are taken apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +217,11 @@ def profile(scale: Scale) -> Iterator[Row]:
     """The parts of a step, against the time that the memory needs to give the target's weights once."""
     device = torch.device(scale.device)
     rate = bandwidth(device, scale.copied_bytes)
-    shape: dict[str, Any] = {"hidden": scale.hidden, "heads": scale.hidden // 64, "kv_heads": max(1, scale.hidden // 256)}
+    shape: dict[str, Any] = {
+        "hidden": scale.hidden,
+        "heads": scale.hidden // 64,
+        "kv_heads": max(1, scale.hidden // 256),
+    }
     target = random_llama(layers=scale.layers, device=device, **shape)
     size = sum(weight.nbytes for weight in target.parameters())
     yield {"name": "memory", "bandwidth": rate, "weight_bytes": size, "floor": size / rate}
@@ -223,17 +229,18 @@ def profile(scale: Scale) -> Iterator[Row]:
         random_llama(layers=1, device=device, **shape).save_pretrained(draft)
         for drafter in ("none", f"model:path={draft}"):
             for batch in (1, 8):
-                name = f"{'plain' if drafter == 'none' else 'draft model'}, batch of {batch}"
-                run = functools.partial(stepped, target, drafter, batch, scale)
-                yield {"name": name, "floor": size / rate, **attempt(run)}
+                for kind in PROFILED:
+                    name = f"{'plain' if drafter == 'none' else 'draft model'}, batch of {batch}, {kind}"
+                    run = functools.partial(stepped, target, drafter, batch, kind, scale)
+                    yield {"name": name, "floor": size / rate, **attempt(run)}
 
 
-def stepped(target: PreTrainedModel, drafter: str, batch: int, scale: Scale) -> Row:
+def stepped(target: PreTrainedModel, drafter: str, batch: int, kind: Forward, scale: Scale) -> Row:
     """Medians of the seconds of steps and of their parts, behind as many steps of warm-up.
 
     A step's `seconds` wait for the device, its parts do not.
     """
-    engine = outrider.load(target, drafter=drafter, length=LENGTH, max_slots=batch, max_context=1024)
+    engine = outrider.load(target, drafter=drafter, length=LENGTH, forward=kind, max_slots=batch, max_context=1024)
     device = engine.parts.target.device
     for i in range(batch):
         prompt = [(7 * i + k) % target.config.vocab_size for k in range(128)]

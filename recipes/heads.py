@@ -10,8 +10,8 @@ processes beside each other (`--heads medusa`, `--heads eagle3`), and a run that
 nothing and makes the tables of all that is there.
 
 `--target org/name --device cuda --heads eagle3 --engine --length 512 --steps 2000` does the same with one head and a
-larger target on a GPU, where the target's hidden states are computed in the training steps. This has not been run: no
-GPU was at hand.
+larger target on a GPU, where the target's hidden states are computed in the training steps. This has not been run on a
+GPU.
 """
 
 import statistics

@@ -432,7 +432,7 @@ struct Products : Few<Products> {
 
 struct Tiles : Products {
     static constexpr int PASS = CHUNK;
-    static constexpr int FEW = 16, LAG = 4, RING = 8;  // states of a product; see `blocks`
+    static constexpr int FEW = 16, LAG = 5, RING = 8;  // states of a product; see `blocks`
 
     // Whether the system lets this process use tiles. It is asked once.
     static bool permitted() {
