@@ -259,6 +259,7 @@ def cells(parts: Parts) -> list[Cell]:
             taps=bool(drafter.taps),
             estimates=drafter.estimates,
             several=several,
+            branches=hasattr(each, "branching"),
             structure="chain" if several and each.rows == "point" else parts.tree.structure,
             verifier=parts.verifier,
             length=parts.length,

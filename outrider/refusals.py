@@ -36,6 +36,7 @@ class Cell:
         taps: Whether the drafter reads hidden states of the target.
         estimates: Whether it estimates how likely its guesses are accepted.
         several: Whether it chooses at each step which drafter drafts.
+        branches: Whether a drafter of single tokens can guess several after a node.
         structure: How the tree makes children.
         verifier: The rule.
         length: The length policy.
@@ -49,6 +50,7 @@ class Cell:
     taps: bool = False
     estimates: bool = False
     several: bool = False
+    branches: bool = False
     length: LengthPolicy = field(default_factory=FixedLength)
     decoding: Decoding = field(default_factory=StepDecoding)
 
@@ -83,7 +85,9 @@ def refusal(cell: Cell, allow_lossy: bool = False) -> str | None:
         >>> refusal(Cell(rows="point", structure="chain", verifier=BlockVerifier())) is None
         True
     """
-    if cell.rows == "point" and cell.structure != "chain":
+    if cell.rows == "point" and cell.branches and cell.structure not in ("chain", "deterministic"):
+        return "this drafter has no distributions to draw from; use a tree that chooses, 'dynamic' or 'opt', or 'chain'"
+    if cell.rows == "point" and not cell.branches and cell.structure != "chain":
         return "this drafter proposes one token at a time, and a branching tree needs distributions; use tree 'chain'"
     if cell.structure != "chain" and not cell.length.constant:
         return f"length {_name(cell.length)} is for chains; use length 'fixed' with a branching tree"

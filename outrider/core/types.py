@@ -253,12 +253,26 @@ class ShortList:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Choices:
+    """A few tokens after each of n nodes that a drafter knows, without a distribution over all of them.
+
+    Attributes:
+        tokens: The target's ids, the likeliest first; -1 where a node has fewer than others.
+        chances: How likely each seems; 0 where there is none.
+    """
+
+    tokens: Int[np.ndarray, "n most"]
+    chances: Float[np.ndarray, "n most"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Guess:
-    """A drafter's guess after each of n nodes: either raw logits, or one token (-1: no guess).
+    """A drafter's guess after each of n nodes: raw logits, one token (-1: no guess), or a choice of tokens.
 
     Attributes:
         logits: Of all tokens of the target, or of those of the short list.
         tokens: The target's ids.
+        choices: For a tree of chosen tokens, from a drafter that has no logits.
         short_list: Which tokens the logits are of; None: all.
         survival: The drafter's own estimate of the probability that a token drawn here is accepted, with all draft
             tokens before it; None: it makes none.
@@ -266,6 +280,7 @@ class Guess:
 
     logits: Float[Tensor, "n width"] | None = None
     tokens: Int[np.ndarray, " n"] | None = None
+    choices: Choices | None = None
     short_list: ShortList | None = None
     survival: Float[Tensor, " n"] | None = None
 

@@ -213,8 +213,9 @@ def draft(parts: Parts, states: Sequence[Running], rooms: Sequence[int], dice: D
 
 
 def _tree_of(parts: Parts, drafter: Drafter) -> Tree:
-    """How the drafts of a drafter grow. Single tokens make a chain, also beside branching trees."""
-    return ChainTree() if parts.tree.structure != "chain" and drafter.rows == "point" else parts.tree
+    """How the drafts of a drafter grow. Beside branching trees of other drafters, single tokens make a chain."""
+    beside = len(parts.drafter.components) > 1 and drafter.rows == "point"
+    return ChainTree() if parts.tree.structure != "chain" and beside else parts.tree
 
 
 def commit(states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:

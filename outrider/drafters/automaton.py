@@ -1,6 +1,6 @@
 """A suffix automaton over token ids, grown token by token, that knows what followed each substring, and how often."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 SUFFIXES = 64
@@ -8,6 +8,9 @@ SUFFIXES = 64
 
 ENDS = 8
 """How many of a match's suffixes are compared, longest first. Those that occur at the same places count once."""
+
+Followers = Mapping[int, tuple[int, int]]
+"""For each token that followed some tokens: how often, and where last."""
 
 SEPARATOR = -1
 """Stands between texts that do not continue one another; nothing is ever said to be followed by it."""
@@ -37,6 +40,36 @@ class CopiedTokens:
             reached *= share
             total += reached
         return total
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Match:
+    """An end of a context that occurs in a text.
+
+    Attributes:
+        automaton: Of the text.
+        state: Its state.
+        length: Its tokens.
+    """
+
+    automaton: "SuffixAutomaton"
+    state: int
+    length: int
+
+    def step(self, token: int) -> "Match":
+        """The longest end that still occurs behind one more token."""
+        state, length = self.automaton.step(self.state, self.length, token)
+        return Match(automaton=self.automaton, state=state, length=length)
+
+    def ends(self, min_match: int) -> Iterator[tuple[int, Followers]]:
+        """The match and its suffixes, longest first: the length of each, and what followed it."""
+        state, length = self.state, self.length
+        for _ in range(ENDS):
+            if length < min_match:
+                break
+            yield length, self.automaton.followers(state)
+            state = self.automaton.link[state]
+            length = self.automaton.length[state]
 
 
 class SuffixAutomaton:
@@ -117,6 +150,10 @@ class SuffixAutomaton:
             state = self.link[state]
             length = self.length[state]
         return state, length
+
+    def followers(self, state: int) -> Followers:
+        """What followed a state's substrings."""
+        return self._followers[state]
 
     def likeliest(self, state: int) -> int:
         """The token that followed a state's substrings most often, the latest of them on a tie; -1 if none did."""

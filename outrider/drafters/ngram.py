@@ -1,33 +1,36 @@
 """Prompt lookup: what followed the last time that the context ended like this (Saxena 2023)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
+from outrider.drafters.automaton import Followers
+from outrider.drafters.continuations import Branches, CopyState
 from outrider.drafters.exports import Exports
 from outrider.drafters.prediction import PredictedText, counts, note_accepted, promised
 from outrider.drafters.protocol import Promise
 from outrider.drafters.token_only import USUAL_HITS, TokenOnly
 
+PLACES = 16
+"""How many of an end's occurrences are counted for a tree, the newest ones."""
+
 
 @dataclass(kw_only=True)
-class NgramState:
+class NgramState(CopyState):
     """Where each n-gram of the context last ended, and what is being proposed; changes in place.
 
     Attributes:
-        ends: For each n-gram, the position behind its newest occurrence that something follows.
+        ends: For each n-gram, the positions behind its occurrences that something follows, the newest last.
         indexed: Tokens of the context that have been indexed.
         start: Position of the context that the next draft copies from; -1 where nothing matched.
-        prediction: The text that the client predicts, if there is one; it goes before the context.
     """
 
-    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     indexed: int = 0
     start: int = -1
-    prediction: PredictedText | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,9 @@ class NgramDrafter(TokenOnly):
 
     Ends of `prompt_lookup_max` tokens are tried first, then shorter ones down to `prompt_lookup_min`. A step costs
     the tokens that are new since the last one, not the context. A draft ends where the context does.
+
+    A tree of chosen tokens (`dynamic`, `opt`) gets several tokens behind each node: those that followed the newest
+    occurrences of any of its ends, with the chances that `continuations` gives them.
 
     Attributes:
         prompt_lookup_max: Longest end, in tokens, that is looked for; the name is vLLM's, as is the next.
@@ -71,6 +77,11 @@ class NgramDrafter(TokenOnly):
                 f"{self.prompt_lookup_max}, got {self.prompt_lookup_min}"
             )
 
+    @property
+    def branching(self) -> Branches:
+        """What guesses for trees of chosen tokens."""
+        return Branches(drafter=self)
+
     def open(self, request: Request) -> NgramState:
         return NgramState(prediction=PredictedText.of(request))
 
@@ -101,6 +112,25 @@ class NgramDrafter(TokenOnly):
     def predicted(self, state: object) -> tuple[int, int]:
         return counts(state.prediction if isinstance(state, NgramState) else None)
 
+    def state_of(self, state: Running) -> NgramState:
+        return _ngram_state(state)
+
+    def look(self, state: Running) -> tuple[int, ...]:
+        """Index what is new. The end of the context says where its own ends are."""
+        self._read(state.tokens, _ngram_state(state))
+        return tuple(state.tokens[-self.prompt_lookup_max :])
+
+    def follow(self, found: tuple[int, ...], token: int) -> tuple[int, ...]:
+        return (*found, token)[-self.prompt_lookup_max :]
+
+    def ends(self, state: Running, found: tuple[int, ...]) -> Iterator[tuple[int, Followers]]:
+        for size in range(len(found), self.prompt_lookup_min - 1, -1):
+            followers = dict[int, tuple[int, int]]()
+            for place in _ngram_state(state).ends.get(found[len(found) - size :], [])[-PLACES:]:
+                token = state.tokens[place]
+                followers[token] = followers.get(token, (0, 0))[0] + 1, place
+            yield size, followers
+
     def _begin(self, context: Sequence[int], drafter_state: NgramState) -> int:
         predicted = -1 if drafter_state.prediction is None else drafter_state.prediction.begin(context)
         return predicted if predicted >= 0 else self._first(context, drafter_state)
@@ -110,16 +140,20 @@ class NgramDrafter(TokenOnly):
 
     def _look(self, context: Sequence[int], drafter_state: NgramState) -> int:
         """Length of the longest end of the context that recurs; 0 if none does. Its place goes into `start`."""
-        for end in range(max(drafter_state.indexed, 1), len(context)):
-            for size in range(self.prompt_lookup_min, min(self.prompt_lookup_max, end) + 1):
-                drafter_state.ends[tuple(context[end - size : end])] = end
-        drafter_state.indexed = len(context)
+        self._read(context, drafter_state)
         drafter_state.start = -1
         for size in range(min(self.prompt_lookup_max, len(context)), self.prompt_lookup_min - 1, -1):
-            if (place := drafter_state.ends.get(tuple(context[-size:]), -1)) >= 0:
-                drafter_state.start = place
+            if places := drafter_state.ends.get(tuple(context[-size:])):
+                drafter_state.start = places[-1]
                 return size
         return 0
+
+    def _read(self, context: Sequence[int], drafter_state: NgramState) -> None:
+        """Index the new tokens of a context."""
+        for end in range(max(drafter_state.indexed, 1), len(context)):
+            for size in range(self.prompt_lookup_min, min(self.prompt_lookup_max, end) + 1):
+                drafter_state.ends.setdefault(tuple(context[end - size : end]), []).append(end)
+        drafter_state.indexed = len(context)
 
 
 def _ngram_state(state: Running) -> NgramState:

@@ -1,5 +1,6 @@
 """Suffix decoding: what most often followed the recurring ends of the context (Oliaro et al. 2024)."""
 
+import heapq
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,13 +11,13 @@ import numpy as np
 
 from outrider.core.option import CheckedOptions, option
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
-from outrider.drafters.automaton import SEPARATOR, CopiedTokens, SuffixAutomaton
+from outrider.drafters.automaton import SEPARATOR, CopiedTokens, Followers, Match, SuffixAutomaton
+from outrider.drafters.continuations import COPIED, Branches, CopyState
 from outrider.drafters.exports import Exports
 from outrider.drafters.memory import LEAD, KnownTexts, TextMemory
 from outrider.drafters.prediction import PredictedText, counts, note_accepted, promised
 from outrider.drafters.protocol import Promise
 from outrider.drafters.token_only import USUAL_HITS, TokenOnly
-from outrider.lengths.acceptance import prior_rates
 from outrider.lm.target_info import TargetInfo
 
 REACH = 64
@@ -27,17 +28,14 @@ LOOK = 16
 """Tokens of a draft by which possible drafts are compared. So a shorter draft is the beginning of a longer one."""
 READ = 32
 """Tokens of ended requests that are read in a step, for each request that drafts. A step emits fewer."""
-COPIED = [0.0, *prior_rates(128).tolist()]
-"""How likely a copied token is right, by how many tokens before it match."""
 
 
 @dataclass(kw_only=True)
-class SuffixState:
+class SuffixState(CopyState):
     """What is known of one request; changes in place.
 
     Attributes:
         automaton: Of the request's own tokens.
-        prediction: The text that the client predicts, if there is one.
         remembers: Whether it may draft from the texts of other requests.
         draft: The newest draft.
         looked: Of how many tokens the context was for which it was found.
@@ -46,7 +44,6 @@ class SuffixState:
     """
 
     automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
-    prediction: PredictedText | None = None
     remembers: bool = True
     draft: CopiedTokens = field(default_factory=CopiedTokens)
     looked: int = 0
@@ -62,6 +59,9 @@ class SuffixDrafter(CheckedOptions, TokenOnly):
     tie. The share $s_i$ of a token among all that followed there is how likely it seems. Of the possible drafts the one
     with the most expected tokens $\sum_j \prod_{i \le j} s_i$ is taken; of equal ones that of the longest end, and the
     request's own before others.
+
+    A tree of chosen tokens (`dynamic`, `opt`) gets several tokens behind each node, those that followed any of its
+    ends, with the chances that `continuations` gives them.
 
     The outputs of ended requests are remembered, for requests of the same owner. A request that repeats its text by a
     seed does not draft from them, because what it draws would then depend on other requests.
@@ -104,6 +104,11 @@ class SuffixDrafter(CheckedOptions, TokenOnly):
 
     def open(self, request: Request) -> SuffixState:
         return SuffixState(prediction=PredictedText.of(request), remembers=not request.repeats)
+
+    @property
+    def branching(self) -> Branches:
+        """What guesses for trees of chosen tokens."""
+        return Branches(drafter=self)
 
     def look_up(self, states: Sequence[Running], depths: Sequence[int]) -> list[Sequence[float]]:
         r"""Find the next draft of each request.
@@ -161,6 +166,34 @@ class SuffixDrafter(CheckedOptions, TokenOnly):
     def predicted(self, state: object) -> tuple[int, int]:
         return counts(state.prediction if isinstance(state, SuffixState) else None)
 
+    def state_of(self, state: Running) -> SuffixState:
+        return _suffix_state(state)
+
+    def look(self, state: Running) -> list[Match]:
+        """The longest end of a request's context in each text that it may draft from. Where that of a remembered text
+        is the longest, a draft of which a token is accepted counts as a use of that text.
+        """
+        self._read([state])
+        drafter_state = _suffix_state(state)
+        own = drafter_state.automaton
+        here = own.repeated_suffix()
+        found = [longest := Match(automaton=own, state=here, length=own.length[here])]
+        drafter_state.source = None
+        for automaton, known in self._others(state.request, drafter_state):
+            place, length = automaton.match(state.tokens[-REACH:])
+            found.append(Match(automaton=automaton, state=place, length=length))
+            place, length = automaton.shorten(place, length)
+            if length > longest.length:
+                longest, drafter_state.source = found[-1], known
+                drafter_state.draft = automaton.continued(place, length, 1)
+        return found
+
+    def follow(self, found: Sequence[Match], token: int) -> list[Match]:
+        return [match.step(token) for match in found]
+
+    def ends(self, state: Running, found: Sequence[Match]) -> Iterator[tuple[int, Followers]]:
+        return heapq.merge(*[match.ends(self.min_match) for match in found], key=lambda end: -end[0])
+
     def _find(self, states: Sequence[Running], depths: Sequence[int]) -> None:
         """Find the drafts of requests whose contexts have grown, of at most so many tokens each."""
         due = [
@@ -168,12 +201,18 @@ class SuffixDrafter(CheckedOptions, TokenOnly):
             for state, drafter_state, depth in zip(states, map(_suffix_state, states), depths, strict=True)
             if drafter_state.looked != len(state.tokens) or drafter_state.depth < depth
         ]
-        self._memory.read(READ * len(due))
+        self._read([state for state, _, _ in due])
         for state, drafter_state, depth in due:
-            for token in state.tokens[drafter_state.automaton.size :]:
-                drafter_state.automaton.append(token)
             drafter_state.looked, drafter_state.depth = len(state.tokens), max(depth, LOOK)
             drafter_state.draft, drafter_state.source = self._best_draft(state, drafter_state)
+
+    def _read(self, states: Sequence[Running]) -> None:
+        """Read the new tokens of some requests, and some of what is to be remembered."""
+        self._memory.read(READ * len(states))
+        for state in states:
+            automaton = _suffix_state(state).automaton
+            for token in state.tokens[automaton.size :]:
+                automaton.append(token)
 
     def _best_draft(self, state: Running, drafter_state: SuffixState) -> tuple[CopiedTokens, KnownTexts | None]:
         """The best draft of the wanted depth, and the remembered texts that it comes from, if it does."""

@@ -10,7 +10,7 @@ from outrider.core.dice import Dice
 from outrider.core.option import check, option
 from outrider.core.types import Structure
 from outrider.trees.protocol import Children, Grown, Level, check_size
-from outrider.trees.ranking import Likeliest, best_of_each
+from outrider.trees.ranking import Extensions, best_of_each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +36,14 @@ class DynamicTree:
         return "deterministic"
 
     def choose(self, level: Level, dice: Dice) -> Children:
-        best = Likeliest(level, self.width)
-        parents = np.repeat(np.arange(len(best.tokens)), best.tokens.shape[1])
-        owners, logs = level.owners[parents], best.logs.ravel()
+        best = Extensions.of(level, self.width)
+        owners = level.owners[best.parents]
         return Children(
             owners=owners,
-            parents=level.nodes[parents],
-            tokens=torch.from_numpy(best.tokens.ravel()),
-            expand=best_of_each(owners, logs, self.width) & (logs > -np.inf),
-            values=logs[:, None],
+            parents=level.nodes[best.parents],
+            tokens=torch.from_numpy(best.tokens),
+            expand=best_of_each(owners, best.logs, self.width),
+            values=best.logs[:, None],
         )
 
     def finish(self, grown: Grown) -> Bool[np.ndarray, " n"]:

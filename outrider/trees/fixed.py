@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from outrider.core.dice import Dice
 from outrider.core.types import InputError, Structure
 from outrider.trees.protocol import Children, Level, UnprunedTree, check_size, nothing
+from outrider.trees.ranking import Likeliest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +59,10 @@ class FixedTree(UnprunedTree):
         if most == 0:
             return nothing(level)
         if self.chosen:
-            tokens = level.scores.topk(min(most, level.scores.shape[1]), -1).indices
+            table = Likeliest.of(level, most).tokens
         else:
             draws = level.draws(at * max(self.children))
-            tokens = dice.pick_many(level.drawable, most, False, draws)
-        table = tokens.cpu().numpy()
+            table = dice.pick_many(level.drawable, most, False, draws).cpu().numpy()
         parents, ranks = np.nonzero((np.arange(table.shape[1]) < counts[:, None]) & (table >= 0))
         numbers = self.first[at[parents]] + ranks
         inner = np.array([node < len(self.children) and self.children[node] > 0 for node in numbers.tolist()])

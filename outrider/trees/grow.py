@@ -30,6 +30,16 @@ class Guesser(Protocol):
 
 
 @runtime_checkable
+class Brancher(Protocol):
+    """A drafter of single tokens that can also guess several after each node, for trees of chosen tokens."""
+
+    @property
+    def branching(self) -> Guesser:
+        """What guesses so, with the request states of the drafter."""
+        ...
+
+
+@runtime_checkable
 class Stopper(Protocol):
     """The part of the length protocol that growing needs."""
 
@@ -140,6 +150,8 @@ def grow(
     limits = np.array([min(length.limit(s.length_state), r) for s, r in zip(states, room, strict=True)])
     if not limits.any():
         return roots(states, tree.structure, device)
+    if tree.structure == "deterministic" and hasattr(drafter, "branching"):
+        drafter = cast(Brancher, drafter).branching
     samplings = [drafters_sampling(s.request.sampling, tree.structure) for s in states]
     if is_chained(drafter, tree, length, states):
         return chained(cast(Chainer, drafter), tree, states, limits, samplings, dice, device)
@@ -215,6 +227,7 @@ def by_level(
             rows=None,
             so_far=growth.grown,
             survival=None if guess.survival is None else guess.survival.to(device),
+            choices=guess.choices,
         )
         if level.logits is not None:
             if constrained:

@@ -11,6 +11,7 @@ from outrider.core.option import check, option
 from outrider.core.types import Structure
 from outrider.trees.dynamic import likeliest_tree
 from outrider.trees.protocol import Children, Grown, Level, check_size
+from outrider.trees.ranking import Likeliest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +37,17 @@ class LatticeTree:
         return "deterministic"
 
     def choose(self, level: Level, dice: Dice) -> Children:
-        best = level.scores.topk(min(self.num_nodes, level.scores.shape[1]), -1)
-        # One copy: a token's number is exact in float64.
-        ids, logs = torch.stack([best.indices.double(), best.values.double()]).cpu().numpy()
-        tokens = ids.astype(np.int64)
+        best = Likeliest.of(level, self.num_nodes)
         before = level.so_far()
         extensions = []
         for row, owner in enumerate(level.owners.tolist()):
             above = np.flatnonzero((before.owners == owner) & (before.depths == level.depth))
-            extensions.append(self._extend(before.nodes[above], before.values[above].sum(1), logs[row]))
+            extensions.append(self._extend(before.nodes[above], before.values[above].sum(1), best.logs[row]))
         owners = np.repeat(level.owners, [len(m.parents) for m in extensions])
         return Children(
             owners=owners,
             parents=np.concatenate([m.parents for m in extensions]),
-            tokens=torch.from_numpy(np.concatenate([tokens[row, m.ranks] for row, m in enumerate(extensions)])),
+            tokens=torch.from_numpy(np.concatenate([best.tokens[row, m.ranks] for row, m in enumerate(extensions)])),
             expand=np.concatenate([np.arange(len(m.parents)) == 0 for m in extensions]),
             values=np.concatenate([m.logs for m in extensions])[:, None],
         )
@@ -64,6 +62,7 @@ class LatticeTree:
         logs: Float[np.ndarray, " ranks"],
     ) -> "_Prefixes":
         """The best prefixes one token longer, the likeliest path first."""
+        logs = logs[logs > -np.inf]
         order = np.argsort(-above, kind="stable")
         # Of the i-th prefix and the j-th token, (i + 1)(j + 1) - 1 pairs are at least as good.
         i, j = np.nonzero(np.arange(1, len(order) + 1)[:, None] * np.arange(1, len(logs) + 1) <= self.num_nodes)

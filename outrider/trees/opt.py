@@ -11,7 +11,7 @@ from outrider.core.option import check, option
 from outrider.core.types import Structure
 from outrider.trees.dynamic import likeliest_tree
 from outrider.trees.protocol import Children, Grown, Level, check_size, nothing
-from outrider.trees.ranking import Likeliest, best_of_each
+from outrider.trees.ranking import Extensions, best_of_each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +40,10 @@ class OptTree:
     def choose(self, level: Level, dice: Dice) -> Children:
         before = level.so_far()
         weights = np.where(before.depths > 0, np.exp(before.values.sum(1)), 0.0)
-        best = Likeliest(level, self.num_nodes)
-        parents = np.repeat(np.arange(len(best.tokens)), best.tokens.shape[1])
-        owners, logs = level.owners[parents], best.logs.ravel()
-        kept = best_of_each(owners, logs, self.num_nodes)
-        parents, owners, logs = parents[kept], owners[kept], logs[kept]
+        best = Extensions.of(level, self.num_nodes)
+        kept = best_of_each(level.owners[best.parents], best.logs, self.num_nodes)
+        parents, tokens, logs = best.parents[kept], best.tokens[kept], best.logs[kept]
+        owners = level.owners[parents]
         last = _sums(before.owners, weights, self.num_nodes)
         now = _sums(np.concatenate([before.owners, owners]), np.concatenate([weights, np.exp(logs)]), self.num_nodes)
         if not len(owners):
@@ -52,7 +51,7 @@ class OptTree:
         return Children(
             owners=owners,
             parents=level.nodes[parents],
-            tokens=torch.from_numpy(best.tokens.ravel()[kept]),
+            tokens=torch.from_numpy(tokens),
             expand=(now - last > self.threshold)[owners],
             values=logs[:, None],
         )

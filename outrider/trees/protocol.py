@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.inputs import shown
-from outrider.core.types import InputError, Structure
+from outrider.core.types import Choices, InputError, Structure
 from outrider.lm.slots.slots import BRANCHES
 
 
@@ -52,8 +52,9 @@ class Level:
         nodes: Number of the node in its request's tree.
         depth: Distance from the root.
         values: The values that the tree stored for each node.
-        logits: The drafter's raw logits, on the device; None if it proposes one token per node.
+        logits: The drafter's raw logits, on the device; None if it proposes tokens.
         proposed: The one token that a point drafter proposes; -1 for none.
+        choices: The few tokens that a point drafter proposes for a tree.
         rows: Distributions to draw children from; None if children are chosen, not drawn.
         so_far: All nodes so far.
         survival: The drafter's estimate of the probability that a child is accepted, with all nodes above it; None: it
@@ -69,6 +70,7 @@ class Level:
     rows: Float[Tensor, "n vocab"] | None
     so_far: Callable[[], Grown]
     survival: Float[Tensor, " n"] | None = None
+    choices: Choices | None = None
 
     def draws(self, slots: Int[np.ndarray, " n"]) -> Draws:
         """The keys of draws of children, one per node."""

@@ -1,5 +1,7 @@
 """For trees of chosen children: the likeliest tokens of a level, and the best nodes of each request."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
@@ -7,22 +9,51 @@ from jaxtyping import Bool, Float, Int
 from outrider.trees.protocol import Level
 
 
+@dataclass(frozen=True, kw_only=True)
 class Likeliest:
-    """The `count` likeliest tokens of every row of a level, with the log-probability of the path to each.
+    """The likeliest tokens of every row of a level, likeliest first.
 
     Attributes:
-        tokens: Token ids, likeliest first.
-        logs: Log-probability of the path to each, by the drafter's own rows.
+        tokens: Token ids; -1 where a drafter knows fewer.
+        logs: Their log-probabilities, by the drafter's own rows or choices; -inf for what cannot be.
     """
 
-    def __init__(self, level: Level, count: int) -> None:
+    tokens: Int[np.ndarray, "n count"]
+    logs: Float[np.ndarray, "n count"]
+
+    @classmethod
+    def of(cls, level: Level, count: int) -> "Likeliest":
+        """The `count` likeliest tokens, or as many as there are."""
+        if level.choices is not None:
+            with np.errstate(divide="ignore"):
+                return cls(tokens=level.choices.tokens[:, :count], logs=np.log(level.choices.chances[:, :count]))
         best = level.scores.topk(min(count, level.scores.shape[1]), -1)
         # One copy: a token's number is exact in float64.
         ids, logs = torch.stack([best.indices.double(), best.values.double()]).cpu().numpy()
-        self.tokens: Int[np.ndarray, "n count"] = ids.astype(np.int64)
-        self.logs: Float[np.ndarray, "n count"] = logs
-        if level.depth:
-            self.logs = self.logs + level.values[:, :1]
+        return cls(tokens=ids.astype(np.int64), logs=logs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extensions:
+    """The paths to the nodes of a level, each one token longer.
+
+    Attributes:
+        parents: Place in the level of the node that each extends.
+        tokens: The token.
+        logs: Log-probability of the path.
+    """
+
+    parents: Int[np.ndarray, " m"]
+    tokens: Int[np.ndarray, " m"]
+    logs: Float[np.ndarray, " m"]
+
+    @classmethod
+    def of(cls, level: Level, count: int) -> "Extensions":
+        """The paths through the `count` likeliest tokens of each node, without those that cannot be."""
+        best = Likeliest.of(level, count)
+        logs = best.logs + level.values[:, :1] if level.depth else best.logs
+        parents, ranks = np.nonzero(logs > -np.inf)
+        return cls(parents=parents, tokens=best.tokens[parents, ranks], logs=logs[parents, ranks])
 
 
 def best_of_each(owners: Int[np.ndarray, " n"], scores: Float[np.ndarray, " n"], count: int) -> Bool[np.ndarray, " n"]:

@@ -162,3 +162,17 @@ def test_every_tree_with_every_verifier_gives_what_generate_gives(name):
         assert [output.tokens for output in made] == outputs, label
         assert any(branches for branches, _ in together.seen), label
         assert sum(accepted for _, accepted in together.seen) > 0, label
+
+
+@pytest.mark.parametrize("name", ["llama", PACKED])
+def test_trees_of_copies_give_what_generate_gives(name):
+    outputs = expected(name)
+    for drafter in (NgramDrafter(prompt_lookup_min=1), SuffixDrafter(min_match=1)):
+        for tree in ("dynamic:num_nodes=12", "opt:num_nodes=8,threshold=0.1"):
+            together = Together(rules={name: verifier(name) for name in judges_of("chosen tree")}, seen=[])
+            target = LanguageModel(model_of(name), max_slots=3)
+            engine = Engine(parts_of(target, drafter, tree=tree, verifier=together, length=6), max_slots=3)
+            # The prompts repeat themselves, and so do their outputs.
+            made = engine.generate(prompts(13, 5, 21), max_new_tokens=NUM_TOKENS, sampling=GREEDY)
+            assert [output.tokens for output in made] == outputs, (drafter, tree)
+            assert any(branches for branches, _ in together.seen), (drafter, tree)

@@ -7,6 +7,7 @@ import pytest
 from jaxtyping import Float
 from torch import Tensor
 
+from outrider import catalog
 from outrider.core.dice import Dice, Purpose
 from outrider.core.types import Draft, Sampling, Verdict
 from outrider.drafters.memory import TextMemory
@@ -21,6 +22,7 @@ from outrider.lengths.planned import PlannedLength
 from outrider.lengths.svip import SvipLength
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import law
+from outrider.refusals import Cell, refusal
 from outrider.trees.chain import ChainTree
 from outrider.trees.protocol import Children, UnprunedTree
 from outrider.verifiers.block import BlockVerifier
@@ -29,7 +31,7 @@ from outrider.verifiers.protocol import Carrying, everyone
 from outrider.verifiers.token import TokenVerifier
 from tests.world.biased import ProductOfUniforms, RecoversFromTheTarget
 from tests.world.tables import tables, toy, with_rows
-from tests.world.verifiers import CARRYING, FOR_ANY_LENGTH, each, judges_of
+from tests.world.verifiers import CARRYING, FOR_ANY_LENGTH, LOSSLESS, each, judges_of
 
 VERIFIERS = each(judges_of("sampled chain"))
 FOR_CHOSEN = each(judges_of("chosen chain"))
@@ -109,6 +111,26 @@ def test_chosen_drafts_keep_the_law_over_three_steps(verifier, drafter):
     assert found.error < BOUND
     if not isinstance(drafter, NoDrafter):
         assert found.accepted > 0
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize(
+    "drafter",
+    [NgramDrafter(prompt_lookup_min=1), SuffixDrafter(min_match=1), REMEMBERING],
+    ids=["ngram", "suffix", "suffix with a remembered text"],
+)
+def test_trees_of_copies_keep_the_law_with_every_verifier_that_is_not_refused(rule, drafter):
+    reason = refusal(Cell(rows="point", branches=True, structure="deterministic", verifier=LOSSLESS[rule]()))
+    if rule not in judges_of("chosen tree"):
+        assert "use verifier 'match' or 'coupled'" in reason
+        return
+    assert reason is None
+    tree = catalog.make("tree", "dynamic:width=3,num_nodes=6")
+    parts = tables(3, LOSSLESS[rule](), 2, seed=9, drafter=drafter, tree=tree)
+    found = law(parts, [0, 1, 2, 0, 1, 1, 0, 1, 2, 0, 1], 2, horizon=4)
+    chain = law(replace(parts, tree=ChainTree()), [0, 1, 2, 0, 1, 1, 0, 1, 2, 0, 1], 2, horizon=4)
+    assert found.error < BOUND
+    assert found.accepted > 1.1 * chain.accepted, "several children are more than one"
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)

@@ -161,6 +161,24 @@ def test_a_point_drafter_is_refused_with_a_branching_tree():
     assert "tree 'chain'" in refusal(Cell(rows="point", structure="deterministic", verifier=MatchVerifier()))
 
 
+@pytest.mark.parametrize("tree", list(catalog.rows("tree")))
+def test_drafters_that_copy_grow_trees_that_choose_and_no_drawn_ones(tree):
+    structure = catalog.make("tree", tree).structure
+    reason = refusal(Cell(rows="point", branches=True, structure=structure, verifier=MatchVerifier()))
+    assert (reason is None) == (tree in ("chain", "dynamic", "opt", "lattice"))
+    assert reason is None or "no distributions to draw from; use a tree that chooses" in reason
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "ngram"])
+def test_load_says_which_trees_a_drafter_that_copies_grows(drafter):
+    with pytest.raises(InputError, match="'dynamic' or 'opt'"):
+        outrider.load(drafter=drafter, tree="gumbel")
+    with pytest.raises(InputError, match="use length 'fixed'"):
+        outrider.load(drafter=drafter, tree="dynamic", length="goodput")
+    with pytest.raises(InputError, match="use verifier 'match' or 'coupled'"):
+        outrider.load(drafter=drafter, tree="dynamic", verifier="traversal")
+
+
 @pytest.mark.parametrize("name", [name for name in catalog.rows("length") if name != "fixed"])
 def test_stopping_rules_are_refused_with_branching_trees(name):
     length = catalog.make("length", name)
