@@ -12,7 +12,8 @@ where answers repeat their prompts."""
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOnly(Drafter):
-    """A drafter that reads only the committed tokens and proposes one token at a time.
+    """A drafter that reads only the committed tokens and proposes one token at a time; one with `branching` may propose
+    several for trees of chosen tokens.
 
     It is context-pure: a guess depends on known tokens and on the draft's own tokens alone. A later draft may guess
     another token after the same tokens, because more tokens are known by then. A verifier that carries rows
