@@ -29,7 +29,7 @@ def continuations(ends: Iterable[tuple[int, Followers]]) -> dict[int, float]:
     Example:
         >>> found = continuations([(2, {7: (3, 20), 8: (1, 9)}), (1, {7: (4, 20), 9: (1, 2)})])
         >>> {token: round(chance, 3) for token, chance in found.items()}
-        {7: 0.498, 8: 0.166, 9: 0.202}
+        {7: 0.498, 8: 0.166, 9: 0.201}
 
     References:
         Cleary and Witten 1984, Data compression using adaptive coding and partial string matching.

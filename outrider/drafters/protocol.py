@@ -19,8 +19,8 @@ from outrider.lm.slots.batch import upload
 from outrider.lm.target_info import TargetInfo
 
 Rows = Literal["sampled", "point", "marginal"]
-"""The kind of a drafter's guesses: `sampled` is a distribution after each prefix, `point` one token, or of a drafter that
-is `branching` a few, `marginal` a distribution per position."""
+"""The kind of a drafter's guesses: `sampled` is a distribution after each prefix, `point` one token (or a few, where a
+drafter has `branching`), `marginal` a distribution per position."""
 
 
 @dataclass(frozen=True, kw_only=True)
