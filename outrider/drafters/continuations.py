@@ -82,7 +82,7 @@ class Copier(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Branches:
+class CopiedBranches:
     """Guesses several tokens behind each node of a tree. What a client predicts is a chain, and goes before.
 
     Attributes:

@@ -8,7 +8,7 @@ import numpy as np
 
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.automaton import Followers
-from outrider.drafters.continuations import Branches, CopyState
+from outrider.drafters.continuations import CopiedBranches, CopyState
 from outrider.drafters.exports import Exports
 from outrider.drafters.prediction import PredictedText, counts, note_accepted, promised
 from outrider.drafters.protocol import Promise
@@ -78,9 +78,9 @@ class NgramDrafter(TokenOnly):
             )
 
     @property
-    def branching(self) -> Branches:
+    def branching(self) -> CopiedBranches:
         """What guesses for trees of chosen tokens."""
-        return Branches(drafter=self)
+        return CopiedBranches(drafter=self)
 
     def open(self, request: Request) -> NgramState:
         return NgramState(prediction=PredictedText.of(request))

@@ -12,7 +12,7 @@ import numpy as np
 from outrider.core.option import CheckedOptions, option
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.automaton import SEPARATOR, CopiedTokens, Followers, Match, SuffixAutomaton
-from outrider.drafters.continuations import COPIED, Branches, CopyState
+from outrider.drafters.continuations import COPIED, CopiedBranches, CopyState
 from outrider.drafters.exports import Exports
 from outrider.drafters.memory import LEAD, KnownTexts, TextMemory
 from outrider.drafters.prediction import PredictedText, counts, note_accepted, promised
@@ -106,9 +106,9 @@ class SuffixDrafter(CheckedOptions, TokenOnly):
         return SuffixState(prediction=PredictedText.of(request), remembers=not request.repeats)
 
     @property
-    def branching(self) -> Branches:
+    def branching(self) -> CopiedBranches:
         """What guesses for trees of chosen tokens."""
-        return Branches(drafter=self)
+        return CopiedBranches(drafter=self)
 
     def look_up(self, states: Sequence[Running], depths: Sequence[int]) -> list[Sequence[float]]:
         r"""Find the next draft of each request.
