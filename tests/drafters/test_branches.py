@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import catalog
@@ -85,6 +85,7 @@ def grown(ends: object, depth: int, so_far: tuple[int, ...] = ()) -> dict[tuple[
     return found
 
 
+@settings(max_examples=40, deadline=None)
 @given(ends=st.lists(st.dictionaries(st.integers(0, 5), st.integers(1, 9), max_size=4), max_size=5))
 def test_chances_are_those_of_partial_matching(ends: list[dict[int, int]]) -> None:
     sizes = range(len(ends), 0, -1)
@@ -99,6 +100,7 @@ def test_chances_are_those_of_partial_matching(ends: list[dict[int, int]]) -> No
     assert sum(found.values()) == pytest.approx(1 - escaped)
 
 
+@settings(max_examples=40, deadline=None)
 @given(text=texts, min_match=st.integers(1, 3))
 def test_suffix_grows_all_paths_that_a_full_search_finds(text: list[int], min_match: int) -> None:
     drafter = SuffixDrafter(min_match=min_match)
@@ -108,6 +110,7 @@ def test_suffix_grows_all_paths_that_a_full_search_finds(text: list[int], min_ma
     assert len(made) == len(expected)
 
 
+@settings(max_examples=40, deadline=None)
 @given(text=texts, bounds=st.tuples(st.integers(1, 4), st.integers(1, 4)).map(sorted))
 def test_ngram_grows_all_paths_that_a_full_search_finds(text: list[int], bounds: list[int]) -> None:
     drafter = NgramDrafter(prompt_lookup_min=bounds[0], prompt_lookup_max=bounds[1])
@@ -115,6 +118,7 @@ def test_ngram_grows_all_paths_that_a_full_search_finds(text: list[int], bounds:
     assert set(made) == set(grown(lambda more: ngram_ends(text, [*text, *more], *bounds), 3))
 
 
+@settings(max_examples=40, deadline=None)
 @given(text=texts, outputs=lists)
 def test_remembered_texts_branch_beside_the_requests_own(text: list[int], outputs: list[list[int]]) -> None:
     drafter = _remembering(outputs, min_match=1)
@@ -123,6 +127,7 @@ def test_remembered_texts_branch_beside_the_requests_own(text: list[int], output
     assert set(made) == set(grown(lambda more: suffix_ends([text, known], [*text, *more], 1), 2))
 
 
+@settings(max_examples=40, deadline=None)
 @given(text=texts, num_nodes=st.integers(1, 8))
 def test_a_tree_keeps_the_nodes_with_the_largest_products(text: list[int], num_nodes: int) -> None:
     drafter = DRAFTERS["suffix"]
@@ -137,6 +142,7 @@ def test_a_tree_keeps_the_nodes_with_the_largest_products(text: list[int], num_n
 @pytest.mark.parametrize(
     "tree", ["dynamic:num_nodes=9", "opt:num_nodes=9", "lattice:num_nodes=9", "fixed:2x2x1,chosen=true"]
 )
+@settings(max_examples=40, deadline=None)
 @given(batch=lists)
 def test_every_tree_that_chooses_grows_alike_alone_and_in_a_batch(name: str, tree: str, batch: list[list[int]]) -> None:
     drafter = DRAFTERS[name]
@@ -149,6 +155,7 @@ def test_every_tree_that_chooses_grows_alike_alone_and_in_a_batch(name: str, tre
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
+@settings(max_examples=40, deadline=None)
 @given(text=texts, more=lists)
 def test_a_request_that_grew_branches_as_one_that_is_new(name: str, text: list[int], more: list[list[int]]) -> None:
     drafter = DRAFTERS[name]
