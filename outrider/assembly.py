@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from outrider import catalog
 from outrider.core.ranks import together
 from outrider.core.row import Family
-from outrider.core.types import InputError, Sampling
+from outrider.core.types import InputError, Sampling, Structure
 from outrider.decoding.protocol import Decoding, Parts, Settling
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Drafter, Unbound, UnboundCheckpoint
@@ -35,7 +35,7 @@ from outrider.lm.weights.quantiser import Quantiser
 from outrider.plan.table import experience_of, measured_again
 from outrider.refusals import DEFAULT, Cell, kind_of, refusal
 from outrider.setup import Setup
-from outrider.trees.protocol import Tree
+from outrider.trees.protocol import Tree, union_structure
 from outrider.verifiers.protocol import Verifier
 
 USUAL = Setup(drafter="suffix", length="goodput")
@@ -249,9 +249,10 @@ def why_not(parts: Parts, allow_lossy: bool = False) -> str | None:
 
 def cells(parts: Parts) -> list[Cell]:
     """Where a combination of parts stands in the refusal matrix: a cell for each drafter that may draft in a step.
-    Where there are several, single tokens make chains beside any tree.
+    Where one of several is chosen, single tokens make chains beside any tree.
     """
-    drafter, several = parts.drafter, len(parts.drafter.components) > 1
+    drafter = parts.drafter
+    several = len(drafter.components) > 1 and not drafter.unites
     return [
         Cell(
             rows=each.rows,
@@ -260,20 +261,30 @@ def cells(parts: Parts) -> list[Cell]:
             estimates=drafter.estimates,
             several=several,
             branches=hasattr(each, "branching"),
-            structure="chain" if several and each.rows == "point" else parts.tree.structure,
+            unites=each.unites,
+            structure="chain" if several and each.rows == "point" else structure_of(each, parts.tree),
             verifier=parts.verifier,
             length=parts.length,
             decoding=parts.decoding,
         )
-        for each in drafter.components
+        for each in (drafter.components if several else (drafter,))
     ]
 
 
+def structure_of(drafter: Drafter, tree: Tree) -> Structure:
+    """How the children of the drafts of a drafter and a tree are made."""
+    return union_structure(tree.structure) if drafter.unites else tree.structure
+
+
 def chains_only(parts: Parts) -> str | None:
-    """Why the target or the drafter cannot take a branching tree; None if both can, or the tree does not branch."""
-    if parts.tree.structure == "chain":
+    """Why the target or the drafter cannot take a branching tree; None if both can, or the tree does not branch. The
+    target takes the tree of a union, of which the drafter may have drawn a chain.
+    """
+    chain = parts.tree.structure == "chain"
+    if chain and not any(each.unites for each in (parts.drafter, *parts.drafter.components)):
         return None
-    for role, reason in (("target", parts.target.chains_only), ("draft model", parts.drafter.chains_only)):
+    of_drafter = None if chain else parts.drafter.chains_only
+    for role, reason in (("target", parts.target.chains_only), ("draft model", of_drafter)):
         if reason is not None:
             return f"the {role} {reason}"
     return None
@@ -334,7 +345,8 @@ def _named_verifier(setup: Setup) -> Verifier | None:
 
 def _best_verifier(drafter: Drafter, tree: Tree) -> str:
     """The lossless verifier that accepts most of the drafts that a drafter and a tree make."""
-    return DEFAULT[kind_of(drafter.rows, tree.structure)]
+    last = drafter.components[-1]
+    return DEFAULT[kind_of(drafter.rows, structure_of(last if last.unites else drafter, tree))]
 
 
 def _model(setup: Setup) -> PreTrainedModel:

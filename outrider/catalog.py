@@ -46,6 +46,14 @@ ROWS = (
     ),
     Row(
         family="drafter",
+        name="union",
+        home="outrider.drafters.union:UnionOf",
+        summary="copy and draft in each step, in one tree",
+        source="SpecInfer 2023, trees of several drafters, https://arxiv.org/abs/2305.09781",
+        bound=("outrider.drafters.union:UnionDrafter",),
+    ),
+    Row(
+        family="drafter",
         name="steered",
         home="outrider.drafters.steered:SteeredPath",
         summary="a smaller LM that the target's hidden states steer",
@@ -461,17 +469,18 @@ def make(family: Family, text: str | Mapping[str, Any]) -> object:
 
 def components(family: Family, text: str) -> list[str]:
     """The components in a text. A comma begins one if a name of the family or a place stands behind it, alone or before
-    a colon. All other commas belong to the component before.
+    a colon. All other commas belong to the component before, as do all behind a component that holds others.
 
     Example:
         >>> components("drafter", "suffix:min_match=3,model:path=drafts/small,dtype=float32")
         ['suffix:min_match=3', 'model:path=drafts/small,dtype=float32']
     """
-    known, parts = rows(family), list[str]()
+    known, parts, holds = rows(family), list[str](), False
     for item in filter(None, text.split(",")):
         name, colon, _ = item.partition(":")
         # Of a wrong name before a colon the message is better if it counts as one.
-        begins = "=" not in name and (colon or name in known or is_place(item))
+        begins = not holds and "=" not in name and (colon or name in known or is_place(item))
+        holds = holds or (begins and name in known and hasattr(known[name].kind, "holding"))
         parts = [*parts, item] if begins or not parts else [*parts[:-1], f"{parts[-1]},{item}"]
     return parts
 

@@ -20,6 +20,7 @@ DEFAULT: dict[Kind, str] = {
     "tree drawn without replacement": "traversal",
     "top n-1 and one draw": "top_plus_one",
     "chosen tree": "match",
+    "union of chains": "traversal",
 }
 """The default verifier for each kind of draft: the one that accepts most, by the papers."""
 
@@ -37,6 +38,7 @@ class Cell:
         estimates: Whether it estimates how likely its guesses are accepted.
         several: Whether it chooses at each step which drafter drafts.
         branches: Whether a drafter of single tokens can guess several after a node.
+        unites: Whether the drafts of several drafters make one tree.
         structure: How the tree makes children.
         verifier: The rule.
         length: The length policy.
@@ -51,6 +53,7 @@ class Cell:
     estimates: bool = False
     several: bool = False
     branches: bool = False
+    unites: bool = False
     length: LengthPolicy = field(default_factory=FixedLength)
     decoding: Decoding = field(default_factory=StepDecoding)
 
@@ -85,12 +88,18 @@ def refusal(cell: Cell, allow_lossy: bool = False) -> str | None:
         >>> refusal(Cell(rows="point", structure="chain", verifier=BlockVerifier())) is None
         True
     """
+    if cell.unites and cell.structure not in ("union", "deterministic"):
+        return (
+            "this drafter copies beside chains or chosen trees, and the last drafter's tree is drawn with branches; "
+            "use tree 'chain' or 'dynamic'"
+        )
     if cell.rows == "point" and cell.branches and cell.structure not in ("chain", "deterministic"):
         return "this drafter has no distributions to draw from; use a tree that chooses, 'dynamic' or 'opt', or 'chain'"
     if cell.rows == "point" and not cell.branches and cell.structure != "chain":
         return "this drafter proposes one token at a time, and a branching tree needs distributions; use tree 'chain'"
     if cell.structure != "chain" and not cell.length.constant:
-        return f"length {_name(cell.length)} is for chains; use length 'fixed' with a branching tree"
+        what = "drafter 'union'" if cell.unites else "a branching tree"
+        return f"length {_name(cell.length)} is for chains; use length 'fixed' with {what}"
     if getattr(cell.length, "reads_survival", False) and not cell.estimates:
         return (
             f"length {_name(cell.length)} needs a drafter that estimates how likely its guesses are accepted, as a "
@@ -137,6 +146,8 @@ def _not_judged(cell: Cell, allow_lossy: bool) -> str | None:
 
 def _not_ahead(cell: Cell) -> str | None:
     """Why a combination cannot draft ahead, and one that can."""
+    if cell.unites:
+        return "and this drafter's drafts have several ends; use one drafter"
     if cell.structure != "chain":
         return "and a tree has no one end to go on from; use tree 'chain'"
     if cell.several:
@@ -163,7 +174,7 @@ def _name(part: object) -> str:
 
 
 def _named(kind: Kind) -> str:
-    return kind if kind.endswith("s") else f"a {kind}"
+    return kind if kind.endswith("paths") else f"a {kind}"
 
 
 def _usual(cell: Cell) -> str:

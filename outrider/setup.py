@@ -40,7 +40,8 @@ class Setup:
         target: The target: a directory, a GGUF file, a hub id, or `org/name:file.gguf`. By default the pair that ships
             with Outrider. In Python also a loaded model.
         drafter: The drafter, as `name:key=value,...`; `outrider methods` lists all. By default `suffix`; for the pair
-            that ships with Outrider, its draft model. In Python also an object, or `{"first": [...]}` with a list.
+            that ships with Outrider, its draft model. In Python also an object, or `{"first": [...]}` or
+            `{"union": [...]}` with a list.
         tree: How drafts grow. In Python also an object.
         verifier: Which draft tokens are accepted. By default the lossless verifier that accepts most of the tree's
             drafts. In Python also an object.

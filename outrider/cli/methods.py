@@ -115,8 +115,10 @@ def conditions() -> list[str]:
         "chosen chains.",
         f"Verifier {', '.join(one_length)} needs length 'fixed'.",
         f"Verifier {', '.join(pure_rows)} needs a drafter whose rows depend on the tokens alone.",
-        "Decoding pearl needs tree 'chain', length 'fixed', a drafter that reads no hidden states of the target, and "
-        f"another verifier than {', '.join(carrying)}.",
+        "Drafter union makes a union of chains with tree 'chain', and a chosen tree with a chosen one; other trees are "
+        "refused, and it needs length 'fixed'.",
+        "Decoding pearl needs tree 'chain', length 'fixed', a drafter that is neither first nor union and reads no "
+        f"hidden states of the target, and another verifier than {', '.join(carrying)}.",
         *(f"Length {name} is lossy above temperature 0." for name in _lossy_lengths()),
     ]
 

@@ -17,7 +17,7 @@ from outrider.core.inputs import number, whole
 from outrider.core.option import check, option
 from outrider.core.processors import STATEFUL, Processor, is_blind
 
-Structure = Literal["chain", "iid", "iid_dedup", "without_replacement", "top_plus_one", "deterministic"]
+Structure = Literal["chain", "iid", "iid_dedup", "without_replacement", "top_plus_one", "deterministic", "union"]
 """How the children of a node were made, which is what a verifier may assume about them."""
 
 
@@ -322,7 +322,8 @@ class Draft:
         rows: The rows that sampled children were REALLY drawn from; None where nothing was sampled.
         short_list: Which tokens the rows are of; None: all.
         row_of: Per node, the index in `rows` that its children were drawn from; -1 where they were chosen, not
-            drawn, or where there are none. A chosen child is a point mass.
+            drawn, or where there are none. A chosen child is a point mass. In a `union`, only the first child was drawn
+            from the row, and all others were chosen.
         structure: How the children were drawn.
     """
 

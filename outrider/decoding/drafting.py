@@ -12,10 +12,11 @@ from torch import Tensor
 from outrider.core.dice import Dice
 from outrider.core.types import Draft, Running, ShortList, Step, Structure
 from outrider.decoding.protocol import Parts
-from outrider.drafters.protocol import Choosing, Drafter, Observed, fits
+from outrider.drafters.protocol import Choosing, Drafter, Observed, Uniting, fits
 from outrider.lengths.experience import Experience, LengthChoice
 from outrider.lengths.protocol import LoadPolicy
 from outrider.lm.slots.batch import upload
+from outrider.lm.slots.slots import BRANCHES
 from outrider.trees.chain import ChainTree
 from outrider.trees.grow import grow
 from outrider.trees.protocol import Tree
@@ -202,14 +203,30 @@ def draft(parts: Parts, states: Sequence[Running], rooms: Sequence[int], dice: D
     # Drafters that have nothing to do need not be asked.
     grouped = [each for each in grouped if any(rooms[i] for i in each[1])] or grouped[:1]
     if len(grouped) == 1:
-        drafter = grouped[0][0]
-        return grow(drafter, _tree_of(parts, drafter), parts.length, states, rooms, dice, device)
+        return _grown(parts, grouped[0][0], states, rooms, dice, device)
     drafts, which = [], np.zeros(len(states), dtype=np.int64)
     for number, (drafter, places) in enumerate(grouped):
         drafter_rooms = [left if i in places else 0 for i, left in enumerate(rooms)]
-        drafts.append(grow(drafter, _tree_of(parts, drafter), parts.length, states, drafter_rooms, dice, device))
+        drafts.append(_grown(parts, drafter, states, drafter_rooms, dice, device))
         which[places] = number
-    return _selected(drafts, which, parts.tree.structure)
+    union = any(draft.structure == "union" for draft in drafts)
+    return _selected(drafts, which, "union" if union else parts.tree.structure)
+
+
+def _grown(
+    parts: Parts, drafter: Drafter, states: Sequence[Running], rooms: Sequence[int], dice: Dice, device: torch.device
+) -> Draft:
+    """The drafts of one drafter. Requests of other drafters have no room."""
+    if not drafter.unites:
+        return grow(drafter, _tree_of(parts, drafter), parts.length, states, rooms, dice, device)
+    uniting, drafts = cast(Uniting, drafter), list[Draft]()
+    # A slot has room for so many nodes beside a chain.
+    most = BRANCHES // (len(drafter.components) - 1)
+    for number, each in enumerate(drafter.components):
+        seen = [uniting.seen_by(number, state) if state.drafter is drafter else state for state in states]
+        left = [fits(each, len(state.tokens), min(room, most)) for state, room in zip(states, rooms, strict=True)]
+        drafts.append(grow(each, _tree_of(parts, each), parts.length, seen, left, dice, device))
+    return uniting.unite(states, drafts)
 
 
 def _tree_of(parts: Parts, drafter: Drafter) -> Tree:

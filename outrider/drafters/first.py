@@ -5,15 +5,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
 import numpy as np
-import torch
 from jaxtyping import Float
-from torch import nn
 
-from outrider.core.types import Frontier, Guess, InputError, Request, Running, Step
-from outrider.drafters.exports import Exports
-from outrider.drafters.protocol import Copying, Drafter, Observed, Rows, Unbound, UnboundCheckpoint, fits
-from outrider.drafters.stateful import StatefulDrafter
-from outrider.drafters.token_only import TokenOnly
+from outrider.core.types import Guess, Request, Running, Step
+from outrider.drafters.protocol import Copying, fits
+from outrider.drafters.several import SeveralDrafter, SeveralOf
+from outrider.drafters.union import UnionDrafter, UnionOf
 from outrider.lengths.acceptance import FADE, PRIOR
 from outrider.lengths.costs import CostTable
 from outrider.lm.target_info import TargetInfo
@@ -72,7 +69,7 @@ class FirstState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstDrafter(StatefulDrafter[FirstState]):
+class FirstDrafter(SeveralDrafter[FirstState]):
     r"""For each request and step, copy earlier text where that promises more tokens for its time than the last drafter.
 
     A draft of n tokens that are each accepted with probability a brings $1 + a + \dots + a^n$ tokens. A copy behind a
@@ -85,11 +82,10 @@ class FirstDrafter(StatefulDrafter[FirstState]):
     keeps the law if its rule keeps it for the drafts of each drafter. For a request with a seed it reads no other
     request.
 
-    A copy is a chain, also where the tree of the others branches. A drafter that need not see every step, such as a
-    draft model, reads what it has missed when it drafts next. Asked directly, the last drafter guesses.
+    A copy is a chain, also where the tree of the others branches.
 
     Attributes:
-        drafters: Drafters that copy, then one draft model or head.
+        drafters: Drafters that copy, then one draft model, head or union.
 
     Example:
         >>> from outrider.drafters.model import ModelDrafter
@@ -106,40 +102,10 @@ class FirstDrafter(StatefulDrafter[FirstState]):
         (0, 1)
     """
 
-    rows: ClassVar[Rows] = "sampled"
-    context_pure: ClassVar[bool] = False
-    keeps_cache: ClassVar[bool] = True
-    exports: ClassVar[Exports] = Exports(has_files=False)
     state: ClassVar[type[Any]] = FirstState
 
-    drafters: tuple[Drafter, ...]
-
     def __post_init__(self) -> None:
-        check_order(self.drafters)
-
-    @property
-    def components(self) -> tuple[Drafter, ...]:
-        return self.drafters
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.drafters[-1].taps
-
-    @property
-    def device(self) -> torch.device | None:
-        return self.drafters[-1].device
-
-    @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        return self.drafters[-1].modules
-
-    @property
-    def estimates(self) -> bool:
-        return self.drafters[-1].estimates
-
-    @property
-    def chains_only(self) -> str | None:
-        return self.drafters[-1].chains_only
+        FirstOf.check_order(self.drafters)
 
     def choose(self, states: Sequence[Running], rooms: Sequence[int], costs: CostTable | None) -> list[Running]:
         chosen = []
@@ -167,66 +133,26 @@ class FirstDrafter(StatefulDrafter[FirstState]):
         state.drafter_state = replace(kept, worth=worth, lengths=lengths, num_read=num_read)
 
     def open(self, request: Request) -> FirstState:
-        return FirstState(request=request, states=tuple(drafter.open(request) for drafter in self.drafters))
+        return FirstState(request=request, states=self.opened(request))
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         last = len(self.drafters) - 1
         for state in states:
             state.drafter_state = replace(self.state_of(state), kind=(last, 0))
-        return self.drafters[last].begin([self._seen_by(last, state) for state in states], depths)
-
-    def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
-        last = len(self.drafters) - 1
-        return self.drafters[last].expand([self._seen_by(last, state) for state in states], frontier)
-
-    def observe(self, states: Sequence[Running], observed: Observed) -> None:
-        for number, drafter in enumerate(self.drafters):
-            if not drafter.waits:
-                drafter.observe([self._seen_by(number, state) for state in states], observed)
+        return super().begin(states, depths)
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         kinds = [self.state_of(state).kind for state in states]
         for number, drafter in enumerate(self.drafters):
             places = [i for i, kind in enumerate(kinds) if kind is not None and kind[0] == number]
             if places:
-                drafter.commit([self._seen_by(number, states[i]) for i in places], [paths[i] for i in places])
-
-    def needs(self, state: object, length: int) -> int:
-        kept = self.checked(state).states
-        return min(drafter.needs(each, length) for drafter, each in zip(self.drafters, kept, strict=True))
+                drafter.commit([self.seen_by(number, states[i]) for i in places], [paths[i] for i in places])
 
     def reuse(self, state: object, request: Request, length: int) -> FirstState:
-        kept = self.checked(state)
-        pairs = zip(self.drafters, kept.states, strict=True)
-        return _shortened(kept, [drafter.reuse(each, request, length) for drafter, each in pairs], request, length)
+        return _shortened(self.checked(state), self.reused(state, request, length), request, length)
 
     def fork(self, state: object, request: Request, length: int) -> FirstState:
-        kept = self.checked(state)
-        pairs = zip(self.drafters, kept.states, strict=True)
-        return _shortened(kept, [drafter.fork(each, request, length) for drafter, each in pairs], request, length)
-
-    def ended(self, state: Running) -> None:
-        for number, drafter in enumerate(self.drafters):
-            drafter.ended(self._seen_by(number, state))
-
-    def forget(self) -> None:
-        for drafter in self.drafters:
-            drafter.forget()
-
-    def predicted(self, state: object) -> tuple[int, int]:
-        pairs = zip(self.drafters, self.checked(state).states, strict=True)
-        counts = [drafter.predicted(each) for drafter, each in pairs]
-        return sum(accepted for accepted, _ in counts), sum(rejected for _, rejected in counts)
-
-    def close(self, state: object) -> None:
-        for drafter, each in zip(self.drafters, self.checked(state).states, strict=True):
-            drafter.close(each)
-
-    def cast(self, target_info: TargetInfo) -> "FirstDrafter":
-        return FirstDrafter(drafters=tuple(drafter.cast(target_info) for drafter in self.drafters))
-
-    def on_tables(self, vocab_size: int, seed: int) -> "FirstDrafter":
-        return FirstDrafter(drafters=tuple(drafter.on_tables(vocab_size, seed) for drafter in self.drafters))
+        return _shortened(self.checked(state), self.forked(state, request, length), request, length)
 
     def _kind(self, state: Running, room: int, num_requests: int, costs: CostTable | None) -> Kind:
         """The kind of drafts that promises most for its time, each at its best length."""
@@ -236,7 +162,7 @@ class FirstDrafter(StatefulDrafter[FirstState]):
         if length := fits(drafting, len(state.tokens), room):
             most = _best_rate(worth.get(best, DraftWorth()).rate(PRIOR), length, seconds.drafted)
         for number, drafter in enumerate(copying):
-            promise = cast(Copying, drafter).promise(self._seen_by(number, state), room)
+            promise = cast(Copying, drafter).promise(self.seen_by(number, state), room)
             if promise is not None:
                 kind = (number, min(promise.match, LONGEST).bit_length())
                 rate = _best_rate(worth.get(kind, DraftWorth()).rate(_prior(kind)), promise.tokens, seconds.copied)
@@ -258,7 +184,8 @@ class FirstDrafter(StatefulDrafter[FirstState]):
             table.steps(num_requests, sampled=sampled, context=context, longest=room)[num_requests]
             for table in (costs, costs.without_drafter)
         )
-        late = costs.catch_up * (context - self.state_of(state).num_read) if drafting.waits else 0.0
+        waits = drafting.components[-1].waits
+        late = costs.catch_up * (context - self.state_of(state).num_read) if waits else 0.0
         return _Seconds(drafted=drafted + late, copied=copied)
 
     def _view(self, kind: Kind | None, state: Running) -> Running:
@@ -266,21 +193,17 @@ class FirstDrafter(StatefulDrafter[FirstState]):
         state.drafter_state = kept = replace(self.state_of(state), kind=kind)
         if kind is None:
             return state
-        view = self._seen_by(kind[0], state)
+        view = self.seen_by(kind[0], state)
         view.length_state = kept.lengths.get(kind[0], state.length_state)
         return view
 
-    def _seen_by(self, number: int, state: Running) -> Running:
-        """A request as one of the drafters sees it."""
-        return replace(state, drafter=self.drafters[number], drafter_state=self.state_of(state).states[number])
 
-
-def _shortened(kept: FirstState, states: Sequence[object], request: Request, length: int) -> FirstState:
+def _shortened(kept: FirstState, states: tuple[object, ...], request: Request, length: int) -> FirstState:
     """The state of a text with the same first `length` tokens. What drafts were worth counts for the request alone."""
     if request is not kept.request:
         # What other requests left in a cache must not change the draws of one that repeats its text.
         kept = FirstState(request=request, states=(), num_read=0 if request.repeats else kept.num_read)
-    return replace(kept, states=tuple(states), num_read=min(kept.num_read, length))
+    return replace(kept, states=states, num_read=min(kept.num_read, length))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +227,7 @@ def _prior(kind: Kind) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstOf:
+class FirstOf(SeveralOf):
     """Several drafters before they are bound to a target: `first:suffix,model:path=...`.
 
     In the text, a comma begins a drafter if a drafter's name or a place (a directory, a GGUF file, a hub id) stands
@@ -312,38 +235,15 @@ class FirstOf:
     "model:path=..."]}`, of texts or objects.
 
     Attributes:
-        drafters: Drafters that copy (`ngram`, `suffix`), then a draft model or head.
+        drafters: Drafters that copy (`ngram`, `suffix`), then a draft model, head or union.
     """
 
-    drafters: tuple[Any, ...]
-
-    def __post_init__(self) -> None:
-        check_order(self.drafters)
+    name: ClassVar[str] = "first"
 
     @classmethod
-    def holding(cls, components: Sequence[object]) -> "FirstOf":
-        """The drafter of some components."""
-        return cls(drafters=tuple(components))
-
-    def check_files(self) -> None:
-        for drafter in self.drafters:
-            if isinstance(drafter, UnboundCheckpoint):
-                drafter.check_files()
+    def may_be_last(cls, drafter: object) -> bool:
+        return super().may_be_last(drafter) or isinstance(drafter, UnionOf | UnionDrafter)
 
     def bind(self, target_info: TargetInfo) -> FirstDrafter:
         """Bind each of them."""
-        bound = [drafter.bind(target_info) if isinstance(drafter, Unbound) else drafter for drafter in self.drafters]
-        return FirstDrafter(drafters=tuple(bound))
-
-
-def check_order(drafters: Sequence[object]) -> None:
-    """Raise InputError unless the first drafters copy, and the last one is of another kind."""
-    example = "as in first:suffix,model:path=DIR"
-    if len(drafters) < 2:
-        raise InputError(f"first needs two drafters or more, {example}, got {len(drafters)}")
-    for number, drafter in enumerate(drafters[:-1], 1):
-        if not hasattr(drafter, "promise"):
-            raise InputError(f"drafter {number} of first must copy, so it is ngram or suffix, {example}")
-    last = drafters[-1]
-    if isinstance(last, TokenOnly | FirstOf | FirstDrafter) or not isinstance(last, Drafter | Unbound):
-        raise InputError(f"the last drafter of first must be a draft model or a head, {example}")
+        return FirstDrafter(drafters=self.bound(target_info))

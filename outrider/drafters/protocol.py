@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.core.option import Bounds
-from outrider.core.types import Frontier, Guess, Request, Running, Step
+from outrider.core.types import Draft, Frontier, Guess, Request, Running, Step
 from outrider.drafters.exports import Exports
 from outrider.lengths.costs import CostTable
 from outrider.lm.slots.batch import upload
@@ -73,6 +73,7 @@ class Drafter(Protocol):
         chains_only: Why it cannot grow a branching tree, as the end of a sentence; None if it can.
         keeps_cache: Whether it keeps keys and values, or something like them, of every request.
         waits: Whether calls of `observe` may be left out, because `begin` reads the tokens that it has not seen.
+        unites: Whether the drafts of all its components make one tree, see `Uniting`.
         usual_hits: How likely it is taken to find a draft before any was asked for; 1 where it always does.
         looks_up: Whether it can find its drafts before their lengths are chosen, see `look_up`.
         trainer: The name of the method that trains it; None where there is nothing to train.
@@ -83,6 +84,7 @@ class Drafter(Protocol):
     context_pure: ClassVar[bool]
     keeps_cache: ClassVar[bool] = False
     waits: ClassVar[bool] = False
+    unites: ClassVar[bool] = False
     usual_hits: ClassVar[float] = 1.0
     looks_up: ClassVar[bool] = False
     trainer: ClassVar[str | None] = None
@@ -244,6 +246,19 @@ class Choosing(Protocol):
         What is learnt goes into a new value of `state.drafter_state`, so that it is forgotten where the step fails and
         is made again.
         """
+        ...
+
+
+@runtime_checkable
+class Uniting(Protocol):
+    """A drafter of several that all draft in each step."""
+
+    def seen_by(self, number: int, state: Running) -> Running:
+        """A request as one of its components sees it."""
+        ...
+
+    def unite(self, states: Sequence[Running], drafts: Sequence[Draft]) -> Draft:
+        """One tree of the drafts of its components, one draft of each, in their order. Notes which nodes are whose."""
         ...
 
 

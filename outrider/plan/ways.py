@@ -130,7 +130,12 @@ def ways_of(
         lengths: Lengths of chains.
         reproducible: Whether outputs must depend on their seeds and the target alone.
         trees: Whether trees are among them.
+
+    Raises:
+        InputError: A record does not tell what copies beside the drafter's own tokens are worth.
     """
+    if drafter.unites:
+        raise InputError("a plan does not know what copies beside drafts are worth; name the drafters of union apart")
     deepest = drafter.max_depth
     for rule in ("coupled",) if reproducible else CHAIN_RULES[:3]:
         verifier = catalog.make("verifier", rule)

@@ -41,12 +41,15 @@ def law_error(parts: Parts) -> float:
     batch of two, and so are two steps of one that chooses a length for the batch. It may choose 0, so drafts of a fixed
     length are enumerated beside it. Decoding that drafts ahead drafts two tokens, and is walked until it verifies some
     that were drafted while others were verified. A drafter that reads hidden states drafts nothing in a request's first
-    step, and is enumerated over more steps; so is one that chooses by what its drafts brought. Two requests of one
+    step, and is enumerated over more steps; so is one that chooses by what its drafts brought. One that drafts beside
+    copies is enumerated over three tokens too, because of two tokens the drafts may hold both. Two requests of one
     batch, each with a drafter of its own, are run by an engine to their ends.
     """
     lengths = [parts, replace(parts, length=FixedLength())] if isinstance(parts.length, LoadPolicy) else [parts]
     several_steps = bool(parts.drafter.taps) or not parts.drafter.context_pure
     errors = [_from_the_first_step(each) if several_steps else _behind_tokens(each) for each in lengths]
+    if parts.drafter.unites and not parts.drafter.taps:
+        errors.append(_behind_tokens(parts))
     return max(_routed(parts), *errors)
 
 

@@ -24,6 +24,11 @@ def check_size(num_nodes: int) -> None:
         )
 
 
+def union_structure(drawn: Structure) -> Structure:
+    """How the children of a union are made, by how those of its drawn draft are. Copies are chosen too."""
+    return "union" if drawn == "chain" else drawn
+
+
 @dataclass(frozen=True, kw_only=True)
 class Grown:
     """All nodes so far, level by level, the roots first. Within a level, nodes are grouped by request.

@@ -21,7 +21,8 @@ class RecursiveVerifier(StatedVerifier):
 
     Children drawn without replacement, or de-duplicated, were drawn from $q$ without the earlier children, so after a
     rejection $Q(x) = 0$ too. Independent draws keep $Q = q$, and repeated draws are tried again. Independent draws are
-    exchangeable, so SpecInfer's random order gives the same law.
+    exchangeable, so SpecInfer's random order gives the same law. In a union of chains, only the first child was drawn,
+    and each other one is a point mass.
 
     The probabilities at a node depend on the order of its children only, not on outcomes. So they are computed on the
     device, and copied to the host once per level.
@@ -32,7 +33,7 @@ class RecursiveVerifier(StatedVerifier):
         Jeon et al. 2024, RSD (without). https://arxiv.org/abs/2402.14160
     """
 
-    kinds = CHAINS | {"iid paths", "deduplicated iid paths", "tree drawn without replacement"}
+    kinds = CHAINS | {"iid paths", "deduplicated iid paths", "tree drawn without replacement", "union of chains"}
     takes_likeliest = True
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
@@ -79,7 +80,10 @@ def _try(
         # Without mass nothing is left to reject; rounding alone leads here, and the row before stands.
         stays = (mass <= 0) | missing[:, k : k + 1] if ragged else mass <= 0
         P, mass_p = torch.where(stays, P, left), torch.where(stays, mass_p, mass)
-        if draft.structure != "iid":
+        if draft.structure == "union":
+            Q.zero_().scatter_(1, tokens[:, min(k + 1, tokens.shape[1] - 1), None], 1.0)
+            mass_q = torch.ones_like(mass_q)
+        elif draft.structure != "iid":
             Q.scatter_(1, x, 0.0)
             mass_q = Q.sum(-1, keepdim=True)
     return P, ratio(torch.cat(above, 1), torch.cat(below, 1))

@@ -12,6 +12,7 @@ Kind = Literal[
     "tree drawn without replacement",
     "top n-1 and one draw",
     "chosen tree",
+    "union of chains",
 ]
 """The kinds of draft: how the children were made."""
 
@@ -21,6 +22,7 @@ KINDS: dict[Structure, Kind] = {
     "without_replacement": "tree drawn without replacement",
     "top_plus_one": "top n-1 and one draw",
     "deterministic": "chosen tree",
+    "union": "union of chains",
 }
 """The kind of draft for each structure of a branching tree."""
 

@@ -28,8 +28,8 @@ class TraversalVerifier(StatedVerifier):
     Every node has a weight: 1 at the root, and $w(x) = \min(1, w(v) P_v(x)/Q_v(x))$ for a child x of v, at first with
     $P = p$ and $Q = q$. The coin of a node without children succeeds with probability w. A dropped node changes its
     parent: with $R = (w(v) P_v - Q_v)_+$ and $S = \sum R$, the weight becomes $S/(S + 1 - w(v))$, $P_v = R/S$, and
-    $Q_v(x) = 0$. The root needs no coin. The next token is drawn from the $P$ of the accepted node. On a chain this is
-    block verification.
+    $Q_v(x) = 0$, or in a union of chains $Q_v$ is one-hot at the next child. The root needs no coin. The next token is
+    drawn from the $P$ of the accepted node. On a chain this is block verification.
 
     How the rows of a node change depends on its own children and on its first weight, not on what happens below these
     children, and no weight depends on outcomes. So all nodes of one depth are worked on together, from the root
@@ -39,7 +39,7 @@ class TraversalVerifier(StatedVerifier):
         Weng et al. 2025, Traversal Verification, algorithm 1. https://arxiv.org/abs/2505.12398
     """
 
-    kinds = CHAINS | {"deduplicated iid paths", "tree drawn without replacement"}
+    kinds = CHAINS | {"deduplicated iid paths", "tree drawn without replacement", "union of chains"}
     takes_likeliest = True
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
@@ -184,7 +184,8 @@ def _weigh(draft: Draft, target_rows: Float[Tensor, "nodes vocab"], requests: In
     if len(inner):
         ranks = np.minimum(np.arange(int(sizes.max())), sizes[:, None] - 1)
         children = upload(draft.links[draft.first_child[inner][:, None] + ranks], device)
-        rows = _Rows(P=P, Q=Q, masses=torch.stack([P.sum(-1), Q.sum(-1)]).double())
+        masses = torch.stack([P.sum(-1), Q.sum(-1)]).double()
+        rows = _Rows(P=P, Q=Q, masses=masses, one_drawn=draft.structure == "union")
         ends = np.flatnonzero(np.diff(draft.depths[inner], append=-1)) + 1
         for first, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True):
             rows.visit(slice(first, end), sizes[first:end], at, children, draft.tokens, weights)
@@ -196,11 +197,16 @@ def _weigh(draft: Draft, target_rows: Float[Tensor, "nodes vocab"], requests: In
 
 @dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """$P$ and $Q$ of nodes with children, neither normalised, and the sums of both; they change in place."""
+    """$P$ and $Q$ of nodes with children, neither normalised, and the sums of both; they change in place.
+
+    Attributes:
+        one_drawn: Whether children behind the first one are point masses.
+    """
 
     P: Float[Tensor, "inner vocab"]
     Q: Float[Tensor, "inner vocab"]
     masses: Float[Tensor, "2 inner"]
+    one_drawn: bool
 
     def visit(
         self,
@@ -233,6 +239,10 @@ class _Rows:
                 part = slice(first, first + count)
                 chances = self._drop(part, symbols[:count, k : k + 1], numerators[:, :count])
                 weights.index_copy_(0, following[:count, k], chances)
+                if self.one_drawn and (count := int((counts > k + 1).sum())):
+                    part = slice(first, first + count)
+                    self.Q[part].zero_().scatter_(1, symbols[:count, k + 1 : k + 2], 1.0)
+                    self.masses[1, part] = 1
             weights.index_copy_(0, nodes[here], numerators[0])
 
     def _drop(self, part: slice, x: Int[Tensor, "n 1"], numerators: Float[Tensor, "2 n"]) -> Float[Tensor, " n"]:

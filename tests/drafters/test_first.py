@@ -111,7 +111,7 @@ def learn(drafter: FirstDrafter, state: Running, accepted: int, drafted: int = 4
             num_requests=1,
             bonus=accepted == drafted,
         )
-        drafter.learn(state, drafter._seen_by(number, state), step)
+        drafter.learn(state, drafter.seen_by(number, state), step)
 
 
 @pytest.mark.parametrize("copying", COPYING)
@@ -241,12 +241,12 @@ def test_a_long_pause_is_read_in_one_forward_before_the_drafts_own():
     drafter = over_llama()
     model = drafter.drafters[1].lm
     state = running(drafter, *range(3, 3 + 2 * BACKLOG))
-    view = drafter._seen_by(1, state)
+    view = drafter.seen_by(1, state)
     before = model.num_forwards
     drafter.drafters[1].begin([view], [1])
     assert model.num_forwards - before == 2
     state.tokens += range(3, 3 + BACKLOG - 1)
-    drafter.drafters[1].begin([drafter._seen_by(1, state)], [1])
+    drafter.drafters[1].begin([drafter.seen_by(1, state)], [1])
     assert model.num_forwards - before == 3
 
 
@@ -445,8 +445,8 @@ def test_it_is_written_as_a_text_or_as_a_list(written):
         ("first:ngram,mdel:path=a", "unknown drafter 'mdel'; did you mean 'model'"),
         ("first:mdel,suffix", "unknown drafter 'mdel'; did you mean 'model'"),
         ({"frist": ["suffix"]}, "unknown drafter 'frist'; did you mean 'first'"),
-        ({"suffix": ["ngram"]}, "a drafter is a text, or one of first and a list"),
-        ({"first": "suffix"}, "a drafter is a text, or one of first and a list"),
+        ({"suffix": ["ngram"]}, "a drafter is a text, or one of first, union and a list"),
+        ({"first": "suffix"}, "a drafter is a text, or one of first, union and a list"),
         ({"first": ["suffix", 3]}, "the last drafter of first must be a draft model or a head"),
     ],
 )

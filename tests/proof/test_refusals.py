@@ -25,6 +25,7 @@ from outrider.trees.top_plus_one import TopPlusOneTree
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.recursive import RecursiveVerifier
 from outrider.verifiers.traits import CHAINS, KINDS, Kind
+from tests.world.copied import CopiedBeside
 from tests.world.mislabelled import ChosenAsDrawn, Relabelled, Unmerged
 from tests.world.tables import tables
 from tests.world.verifiers import LOSSLESS, LOSSY, judges_of, verifier
@@ -74,6 +75,7 @@ TREES: dict[Kind, list[tuple[str, object, int]]] = {
         ("opt", catalog.make("tree", "opt:num_nodes=4,threshold=0.1"), 3),
         ("fixed chosen", FixedTree(children=(2, 1, 0, 1), chosen=True), 3),
     ],
+    "union of chains": [("copied beside drawn", CopiedBeside(), 3)],
 }
 
 
@@ -115,6 +117,7 @@ FORCED: dict[Kind, list[object]] = {
     "tree drawn without replacement": [GumbelTree(branching=(2, 2)), OneWhereTheFirstIsZero()],
     "top n-1 and one draw": [TopPlusOneTree(width=2)],
     "chosen tree": [ChosenAsDrawn()],
+    "union of chains": [CopiedBeside()],
 }
 
 

@@ -26,6 +26,7 @@ class Tree:
         children: Per node its children in drawing order; iid draws of one token repeat its node.
         p: The target's distribution after each node.
         q: The distribution that the children of each node were drawn from; NaN where they were chosen.
+        one_drawn: Whether only the first child of a node was drawn, and all others are copies.
     """
 
     tokens: list[int]
@@ -33,6 +34,7 @@ class Tree:
     children: list[list[int]]
     p: np.ndarray
     q: np.ndarray
+    one_drawn: bool = False
 
     def slot(self, node: int, k: int) -> int:
         """Number of links before the k-th link of a node."""
@@ -40,9 +42,14 @@ class Tree:
 
     def drawn_from(self, node: int, child: int) -> np.ndarray:
         """The law of one child of a node: the stored row, or all mass on its token where it was chosen."""
-        if not np.isnan(self.q[node]).any():
+        copied = self.one_drawn and child != self.children[node][0]
+        if not copied and not np.isnan(self.q[node]).any():
             return self.q[node]
         return np.eye(self.q.shape[1])[self.tokens[child]]
+
+    def law_of(self, node: int, child: int, left: np.ndarray) -> np.ndarray:
+        """The law of the next child of a node, of whose row draws without replacement have left this."""
+        return self.drawn_from(node, child) if self.one_drawn or np.isnan(left).any() else left
 
 
 def ratio(p: float, q: float) -> float:
@@ -113,7 +120,7 @@ def recursive_without_replacement(tree: Tree, dice: Choices) -> list[int]:
         P, Q = tree.p[node], tree.q[node]
         for k, child in enumerate(tree.children[node]):
             x = tree.tokens[child]
-            row = tree.drawn_from(node, child) if np.isnan(Q).any() else Q
+            row = tree.law_of(node, child, Q)
             if dice.coin(ratio(P[x], row[x]), tree.slot(node, k)):
                 node, emitted = child, [*emitted, x]
                 break
@@ -199,7 +206,7 @@ def traversal(tree: Tree, dice: Choices) -> list[int]:
         """The weights of all that is below a node."""
         for child in left[node]:
             x = tree.tokens[child]
-            row = tree.drawn_from(node, child) if np.isnan(Q[node]).any() else Q[node]
+            row = tree.law_of(node, child, Q[node])
             w[child] = min(1.0, w[node] * float(P[node][x] / row[x])) if row[x] > 0 else 0.0
             weigh(child)
 
@@ -211,7 +218,7 @@ def traversal(tree: Tree, dice: Choices) -> list[int]:
         v = tree.parents[leaf]
         if leaf == 0 or dice.coin(w[leaf], tree.slot(v, tree.children[v].index(leaf))):
             return [*path_to(tree, leaf), dice.pick(P[leaf], 0)]
-        row = tree.drawn_from(v, leaf) if np.isnan(Q[v]).any() else Q[v]
+        row = tree.law_of(v, leaf, Q[v])
         R = np.maximum(w[v] * P[v] - row, 0)
         S = float(R.sum())
         if S > 0:

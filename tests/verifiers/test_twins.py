@@ -23,6 +23,7 @@ from tests.verifiers import naive_lossy, naive_trees
 from tests.verifiers.choices import Choices, Numbers
 from tests.verifiers.naive_greedy_block import greedy_block
 from tests.verifiers.naive_trees import Tree
+from tests.world.copied import CopiedBeside
 from tests.world.drafts import chains
 from tests.world.verifiers import LOSSLESS, LOSSY, verifier
 
@@ -36,7 +37,13 @@ TREES = [
     "fixed:children=3x2x0x1x1",
     "top_plus_one:width=3",
     "dynamic:width=2,num_nodes=6",
+    "copied beside drawn",
 ]
+
+
+def grown_by(tree: str) -> object:
+    """The tree of a name."""
+    return CopiedBeside() if tree == TREES[-1] else catalog.make("tree", tree)
 
 
 def recursive(tree: Tree, dice: Choices, structure: str) -> list[int]:
@@ -79,7 +86,7 @@ def drafted(tree: str, rooms: list[int], seed: int) -> tuple[Draft, PhiloxDice]:
         )
     dice = PhiloxDice(seeds=list(range(len(rooms))), steps=[seed] * len(rooms))
     length = FixedLength(num_speculative_tokens=4)
-    return grow(drafter, catalog.make("tree", tree), length, states, rooms, dice, torch.device("cpu")), dice
+    return grow(drafter, grown_by(tree), length, states, rooms, dice, torch.device("cpu")), dice
 
 
 def tree_of(draft: Draft, request: int, p: np.ndarray) -> Tree:
@@ -98,13 +105,14 @@ def tree_of(draft: Draft, request: int, p: np.ndarray) -> Tree:
         ],
         p=p[first:end],
         q=q,
+        one_drawn=draft.structure == "union",
     )
 
 
 def pairs() -> list:
     found = []
     for tree in TREES:
-        kind = kind_of("sampled", catalog.make("tree", tree).structure)
+        kind = kind_of("sampled", grown_by(tree).structure)
         names = [name for name, make in (LOSSLESS | LOSSY).items() if kind in make.kinds]
         found += [pytest.param(tree, name, id=f"{name}-{tree}") for name in names if name in TWINS]
     return found
