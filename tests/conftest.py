@@ -66,7 +66,7 @@ def float64_stays_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     casts to float32 in norms, softmaxes, rotary tables and routers, and loads the weights of some routers in it.
     """
     to, kind, softmax, tensor_softmax = Tensor.to, Tensor.type, torch.nn.functional.softmax, Tensor.softmax
-    linear = torch.nn.functional.linear
+    linear, matmul = torch.nn.functional.linear, Tensor.__matmul__
 
     def wide(tensor: Tensor, dtype: object) -> object:
         keeps = tensor.dtype == torch.float64 or not tensor.is_floating_point()
@@ -89,6 +89,12 @@ def float64_stays_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     def patched_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear(inputs, to(weight, torch.float64) if inputs.dtype == torch.float64 else weight, bias)
 
+    def patched_matmul(self: Tensor, other: Tensor) -> Tensor:
+        # Tables of rotary positions are float32, and whole numbers became float64.
+        both = torch.promote_types(self.dtype, other.dtype)
+        return matmul(to(self, both), to(other, both))
+
+    monkeypatch.setattr(Tensor, "__matmul__", patched_matmul)
     monkeypatch.setattr(Tensor, "to", patched_to)
     monkeypatch.setattr(Tensor, "float", lambda self: patched_to(self, torch.float32))
     monkeypatch.setattr(Tensor, "type", patched_type)

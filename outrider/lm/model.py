@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -55,6 +56,8 @@ COPYING: tuple[Forward, ...] = ("packed", "compiled")
 FEW, RARE = 4, 32
 """Forwards by copies after which the pages of the model's own weights are given back: behind one that read these
 weights, and otherwise."""
+COMPILES = Version("2.13")
+"""The first version of torch that compiles forwards ahead of time, with every kind of weights, without an error."""
 LEAST_CONTEXT = 3
 """Tokens of the longest path on which a model's masks are tried."""
 
@@ -495,6 +498,9 @@ def why_not(model: PreTrainedModel, anatomy: Anatomy, forward: Forward) -> str |
         return f"forward=replayed is for GPUs, and {anatomy.name} is on {model.device}; leave out forward"
     if forward == "compiled" and model.device.type != "cpu":
         return f"forward=compiled is for CPUs, and {anatomy.name} is on {model.device}; choose forward=replayed"
+    if forward == "compiled" and Version(torch.__version__) < COMPILES:
+        here = torch.__version__
+        return f"forward=compiled needs torch {COMPILES} or later, and torch {here} is here; leave out forward"
     if forward in ("compiled", "replayed") and anatomy.flex:
         return (
             "flex_attention runs uncompiled here; load the model with attn_implementation='sdpa', or choose "

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from packaging.version import Version
 
 from outrider.core.types import InputError
 from outrider.lm import choice
-from outrider.lm.choice import BLOCK, CONTEXT, WIDE
+from outrider.lm.choice import BLOCK, CONTEXT, WIDE, at_hand
 from outrider.lm.forwards.compilable import returning
 from outrider.lm.forwards.package import PackagedForward
 from outrider.lm.forwards.recorder import RECORDERS
@@ -134,3 +135,12 @@ def test_replayed_forwards_that_say_something_else_are_not_chosen(monkeypatch, c
     assert "the replayed forward of llama does not say what the model says" in caplog.text
     with pytest.raises(InputError, match="choose forward=eager"):
         LanguageModel(llama(), forward="replayed")
+
+
+def test_where_torch_cannot_compile_all_forwards_none_is_compiled(monkeypatch) -> None:
+    monkeypatch.setattr("outrider.lm.model.COMPILES", Version("99"))
+    lm = LanguageModel(llama(), max_slots=2)
+    assert "forward=compiled needs torch 99 or later" in str(lm.why_not("compiled"))
+    assert at_hand(lm) == ["eager"]
+    with pytest.raises(InputError, match="leave out forward"):
+        LanguageModel(llama(), max_slots=2, forward="compiled")

@@ -5,7 +5,9 @@ CUDA graphs.
 import numpy as np
 import pytest
 import torch
+import transformers
 from jaxtyping import Float
+from packaging.version import Version
 from torch import Tensor, nn
 
 from outrider.core.types import InputError, Sampling
@@ -220,7 +222,9 @@ def test_every_architecture_says_the_same_when_it_is_replayed_and_most_can_be(na
             assert farthest([lm.extend([nodes]) for lm in lms]) < 1e-12
             for lm in lms:
                 lm.commit({slots[0]: path})
-    assert lms[1].replays == (name not in WAITING)
+    # The forward of gemma3n made such a tensor in earlier versions.
+    if name != "gemma3n" or Version(transformers.__version__) >= Version("5.24"):
+        assert lms[1].replays == (name not in WAITING)
 
 
 class Cheap(nn.Module):

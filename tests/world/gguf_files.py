@@ -119,6 +119,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase) 
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([tokens[id] for id in range(len(tokens))])
+    writer.add_token_scores([0.0] * len(tokens))
     writer.add_token_types([CONTROL if id in special else NORMAL for id in range(len(tokens))])
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
     for add, id in (
