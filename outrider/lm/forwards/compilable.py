@@ -103,8 +103,7 @@ class TracedModel(nn.Module):
         self.twin = model = twin(whose.model)
         self._cache, self._kind, self._builder = cache_keyword(type(model)), kind, builder
         keep_rotations(model)
-        if not torch.cpu._is_amx_tile_supported():
-            as_blocks(model)
+        as_blocks(model)
         group(model)
         if whose.widest is not None:
             model.set_experts_implementation("batched_mm")
