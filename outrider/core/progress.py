@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from outrider.core.watcher import Watcher
+
 PATIENCE = 5.0
 """Seconds without a word before a line says what is being done."""
 PERIOD = 30.0
@@ -64,13 +66,19 @@ class Display:
         terminal: Whether bars are shown.
         say: Prints a line.
         clock: Seconds that only go forwards.
+        watcher: Says what goes on while the thread cannot run, because a library holds the interpreter.
     """
 
     def __init__(
-        self, *, terminal: bool, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        terminal: bool,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        watcher: Watcher | None = None,
     ) -> None:
         self.tasks: list[ProgressTask] = []
-        self._terminal, self._say, self._clock = terminal, say, clock
+        self._terminal, self._say, self._clock, self._watcher = terminal, say, clock, watcher
         self._reported_at = clock()
         self._reported: ProgressTask | None = None
         self._bars: Any = None
@@ -87,6 +95,8 @@ class Display:
         """Show nothing more."""
         self._ended.set()
         self._thread.join()
+        if self._watcher is not None:
+            self._watcher.stop()
         with self._lock:
             self._erase()
 
@@ -111,6 +121,9 @@ class Display:
                 self._draw()
             elif self.tasks:
                 self._report()
+            if self._watcher is not None:
+                due = self.tasks and self._clock() - self.tasks[0].began >= DELAY
+                self._watcher.hear(self.tasks[-1].line() if due else "")
 
     def _report(self) -> None:
         newest, now = self.tasks[-1], self._clock()
@@ -160,7 +173,9 @@ def shown(what: str | None = None) -> Iterator[None]:
         return
     error = sys.stderr
     terminal = error is not None and error.isatty()
-    _display = Display(terminal=terminal, say=lambda line: print(line, file=error, flush=True))
+    # A line of the watcher on a terminal is written over, so it may come every second.
+    watcher = Watcher(terminal=terminal, patience=PATIENCE, period=1.0 if terminal else PERIOD)
+    _display = Display(terminal=terminal, say=lambda line: print(line, file=error, flush=True), watcher=watcher)
     _display.start()
     try:
         with task(what) if what is not None else _nothing():

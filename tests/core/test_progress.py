@@ -1,11 +1,14 @@
 """What is said while a command works: nothing is silent for long, and nothing is said where nobody asked."""
 
+import subprocess
+import sys
 import time
 from itertools import pairwise
 
 from outrider.core import progress
 from outrider.core.deadline import ENDLESS, Deadline
 from outrider.core.progress import PATIENCE, PERIOD, Display, ProgressTask
+from outrider.core.watcher import Watcher
 
 
 class Clock:
@@ -88,3 +91,34 @@ def test_a_part_of_a_deadline_comes_before_it():
     assert whole.part(0.0).passed
     assert ENDLESS.part(0.1) is ENDLESS
     assert Deadline.after(1000).at > time.monotonic()
+
+
+HELD = """
+import ctypes
+from outrider.core import progress
+progress.PATIENCE, progress.PERIOD, progress.DELAY, progress.BEAT = 0.2, 60.0, 0.0, 0.02
+with progress.shown("working"), progress.task("compiling", 3, "parts"):
+    progress.time.sleep(0.5)
+    # A function that is called so keeps the interpreter to itself.
+    ctypes.PyDLL(None).usleep(1_500_000)
+print("end", flush=True)
+"""
+
+
+def test_what_goes_on_is_said_while_a_library_holds_the_interpreter():
+    done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, check=True)
+    lines = [line for line in done.stderr.splitlines() if line.endswith("s in one call of a library")]
+    assert done.stdout == "end\n"
+    assert [line.partition(" parts, ")[0] for line in lines] == ["compiling, 0 of 3"]
+
+
+def test_a_watcher_that_hears_nothing_of_note_starts_no_process_and_ends_the_one_it_started():
+    watcher = Watcher(terminal=False, patience=9.0, period=9.0)
+    watcher.hear("")
+    assert watcher._process is None
+    watcher.hear("compiling")
+    process = watcher._process
+    assert process is not None
+    watcher.stop()
+    assert process.returncode is not None
+    watcher.stop()

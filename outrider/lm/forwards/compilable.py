@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
