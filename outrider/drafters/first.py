@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from outrider.core.types import Guess, Request, Running, Step
 from outrider.drafters.protocol import Copying, fits
-from outrider.drafters.several import SeveralDrafter, SeveralOf
+from outrider.drafters.several import CombinedDrafter, SeveralOf
 from outrider.drafters.union import UnionDrafter, UnionOf
 from outrider.lengths.acceptance import FADE, PRIOR
 from outrider.lengths.costs import CostTable
@@ -69,7 +69,7 @@ class FirstState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstDrafter(SeveralDrafter[FirstState]):
+class FirstDrafter(CombinedDrafter[FirstState]):
     r"""For each request and step, copy earlier text where that promises more tokens for its time than the last drafter.
 
     A draft of n tokens that are each accepted with probability a brings $1 + a + \dots + a^n$ tokens. A copy behind a

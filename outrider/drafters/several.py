@@ -30,7 +30,7 @@ Kept = TypeVar("Kept", bound=SeveralStates)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeveralDrafter(StatefulDrafter[Kept]):
+class CombinedDrafter(StatefulDrafter[Kept]):
     """The base of drafters of several. A subclass says what is kept of a request, and who drafts in a step.
 
     A drafter that need not see every step, such as a draft model, reads what it has missed when it drafts next. Asked
@@ -154,7 +154,7 @@ class SeveralOf:
     @classmethod
     def may_be_last(cls, drafter: object) -> bool:
         """Whether a drafter, bound or not, may be the last one."""
-        return not isinstance(drafter, TokenOnly | SeveralOf | SeveralDrafter)
+        return not isinstance(drafter, TokenOnly | SeveralOf | CombinedDrafter)
 
     @classmethod
     def check_order(cls, drafters: Sequence[object]) -> None:

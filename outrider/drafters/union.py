@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import Any, ClassVar
 
 from outrider.core.types import Draft, Request, Running
-from outrider.drafters.several import SeveralDrafter, SeveralOf
+from outrider.drafters.several import CombinedDrafter, SeveralOf
 from outrider.lm.target_info import TargetInfo
 from outrider.trees.union import united
 
@@ -28,7 +28,7 @@ class UnionState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnionDrafter(SeveralDrafter[UnionState]):
+class UnionDrafter(CombinedDrafter[UnionState]):
     """Draft with all drafters in each step, and join their drafts to one tree.
 
     The last drafter's chain is drawn as it would be alone. A chain that another drafter copied begins at the root too,
