@@ -18,6 +18,7 @@ from outrider.drafters.first import FirstDrafter
 from outrider.drafters.protocol import Drafter, Unbound
 from outrider.drafters.steering import write_steering
 from outrider.drafters.suffix import SuffixDrafter
+from outrider.drafters.union import UnionDrafter
 from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
@@ -87,8 +88,9 @@ def drafter_of(name: str, target: LanguageModel, folder: Path) -> Drafter:
     around = TargetInfo.of(target, None)
     if name in LAYERS:
         return head(name, around)
-    if name == "first":
-        return FirstDrafter(drafters=(SuffixDrafter(), drafter_of("model", target, folder)))
+    if name in ("first", "union"):
+        of_several = FirstDrafter if name == "first" else UnionDrafter
+        return of_several(drafters=(SuffixDrafter(), drafter_of("model", target, folder)))
     place = folder / name / ("assistant" if name == OF_ITS_OWN_TARGET else "")
     made = catalog.make("drafter", f"{name}:path={place}" if place.exists() else name)
     return made.bind(around) if isinstance(made, Unbound) else made
