@@ -144,6 +144,10 @@ def test_an_invalid_cell_is_refused_and_biased_when_forced(rule, kind):
         errors = (
             law(tables(3, verifier(rule), 2, seed, tree=tree), [0], 1).error for tree in trees for seed in range(3)
         )
+        if (kind, structure) == ("iid paths", "union"):
+            # A later path that does not depend on the first one may be judged as if it had been chosen.
+            assert max(errors) < 1e-12
+            continue
         assert any(error > BIASED for error in errors), structure
 
 
