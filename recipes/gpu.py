@@ -106,7 +106,7 @@ class Scale:
     device: str = "cuda"
     num_prompts: int = 4
     max_new_tokens: int = 48
-    num_draws: int = 400
+    num_draws: int = 1000
     forwards: tuple[str, ...] = FORWARDS
     layers: int = 16
     hidden: int = 2048
@@ -433,10 +433,10 @@ class Part:
 
 ALL = (
     Part(run=identities, limit=110, title="Greedy identity", heads=("holds", "tokens", "differ")),
-    Part(run=laws, limit=110, title="The law of sampled outputs", heads=("verdict", "p", "draws", "degrees")),
+    Part(run=laws, limit=150, title="The law of sampled outputs", heads=("verdict", "p", "draws", "degrees")),
     Part(
         run=forwards,
-        limit=80,
+        limit=40,
         title="Kinds of forward",
         heads=("ran", "holds", "differ", "tokens_per_second", "compiled", "forwards"),
     ),

@@ -19,7 +19,6 @@ from outrider.lm.slots.batch import upload
 from outrider.lm.slots.slots import BRANCHES
 from outrider.trees.chain import ChainTree
 from outrider.trees.grow import grow
-from outrider.trees.protocol import Tree
 
 
 def drafter_of(state: Running) -> Drafter:
@@ -218,21 +217,18 @@ def _grown(
 ) -> Draft:
     """The drafts of one drafter. Requests of other drafters have no room."""
     if not drafter.unites:
-        return grow(drafter, _tree_of(parts, drafter), parts.length, states, rooms, dice, device)
+        # Beside branching trees of other drafters, single tokens make a chain.
+        beside = drafter.rows == "point" and len(parts.drafter.components) > 1
+        tree = ChainTree() if beside and parts.tree.structure != "chain" else parts.tree
+        return grow(drafter, tree, parts.length, states, rooms, dice, device)
     uniting, drafts = cast(Uniting, drafter), list[Draft]()
     # A slot has room for so many nodes beside a chain.
     most = BRANCHES // (len(drafter.components) - 1)
     for number, each in enumerate(drafter.components):
         seen = [uniting.seen_by(number, state) if state.drafter is drafter else state for state in states]
         left = [fits(each, len(state.tokens), min(room, most)) for state, room in zip(states, rooms, strict=True)]
-        drafts.append(grow(each, _tree_of(parts, each), parts.length, seen, left, dice, device))
+        drafts.append(_grown(parts, each, seen, left, dice, device))
     return uniting.unite(states, drafts)
-
-
-def _tree_of(parts: Parts, drafter: Drafter) -> Tree:
-    """How the drafts of a drafter grow. Beside branching trees of other drafters, single tokens make a chain."""
-    beside = len(parts.drafter.components) > 1 and drafter.rows == "point"
-    return ChainTree() if parts.tree.structure != "chain" and beside else parts.tree
 
 
 def commit(states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:

@@ -150,7 +150,7 @@ def grow(
     limits = np.array([min(length.limit(s.length_state), r) for s, r in zip(states, room, strict=True)])
     if not limits.any():
         return roots(states, tree.structure, device)
-    if tree.structure == "deterministic" and hasattr(drafter, "branching"):
+    if hasattr(drafter, "branching") and tree.structure == "deterministic":
         drafter = cast(Brancher, drafter).branching
     samplings = [drafters_sampling(s.request.sampling, tree.structure) for s in states]
     if is_chained(drafter, tree, length, states):

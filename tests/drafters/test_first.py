@@ -38,14 +38,14 @@ from outrider.trees.top_plus_one import TopPlusOneTree
 from outrider.verifiers.traits import CHAINS, KINDS
 from tests.world.biased import RecoversFromTheTarget
 from tests.world.heads import head
-from tests.world.models import drafter_of, prompts, target
+from tests.world.models import drafter_of, target
 from tests.world.parts import parts_of
+from tests.world.several import GREEDY, TEXTS, Recording, check_prediction, check_text_behind_the_context, plain
 from tests.world.tables import tables
 from tests.world.verifiers import LOSSLESS, verifier
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 BOUND = 1e-12
-GREEDY = Sampling(temperature=0.0, seed=0)
 COPYING: dict[str, Drafter] = {"ngram": NgramDrafter(), "suffix": SuffixDrafter()}
 TREES: dict[str, Tree] = {
     "chain": ChainTree(),
@@ -172,14 +172,6 @@ def test_prove_enumerates_both_kinds_of_steps(tree, length):
         assert law_error(parts) < BOUND
 
 
-def plain(texts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    busy = Engine(parts_of(target(), NoDrafter()), max_slots=8)
-    return [out.tokens for out in busy.generate(texts, max_new_tokens=count, sampling=GREEDY)]
-
-
-TEXTS = [*prompts(13, 5, 21), [5, 6, 7, 5, 6, 7, 5], [9, 8, 9, 8, 9]]
-
-
 @pytest.mark.parametrize("tree", ["chain", "gumbel:branching=2x1x1", "dynamic:width=2,num_nodes=6"])
 @pytest.mark.parametrize("copying", [NgramDrafter(prompt_lookup_min=1), SuffixDrafter(min_match=1)], ids=[*COPYING])
 def test_greedy_texts_of_ragged_batches_are_those_of_the_target_alone(copying, tree):
@@ -210,18 +202,6 @@ def test_the_draft_model_runs_in_the_steps_alone_in_which_it_is_asked():
     # One forward for each draft token; what was missed is a part of the first, or one more where there is much of it.
     assert all(1 <= count <= 4 for count in drafting)
     assert sum(count == 4 for count in drafting) <= 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recording(ModelDrafter):
-    """Notes the first guess behind each text."""
-
-    guesses: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, compare=False)
-
-    def begin(self, states, depths):
-        guess = super().begin(states, depths)
-        self.guesses.update({tuple(state.tokens): row for state, row in zip(states, guess.logits, strict=True)})
-        return guess
 
 
 def test_guesses_after_a_pause_are_those_without_one():
@@ -393,25 +373,11 @@ def test_a_request_that_is_copied_or_cancelled_leaves_no_slot_behind():
 
 
 def test_copies_go_on_where_the_context_of_the_draft_model_ends():
-    drafter = over_llama(context=24)
-    busy = Engine(parts_of(target(), drafter), max_slots=2)
-    made = busy.generate([[9, 8, 9, 8, 9]], max_new_tokens=40, sampling=GREEDY, ignore_eos=True)
-    alone = Engine(parts_of(target(), NoDrafter()), max_slots=2)
-    assert (
-        made[0].tokens
-        == alone.generate([[9, 8, 9, 8, 9]], max_new_tokens=40, sampling=GREEDY, ignore_eos=True)[0].tokens
-    )
-    assert made[0].num_draft_tokens > 0
+    check_text_behind_the_context(over_llama(context=24), "token")
 
 
 def test_a_prediction_of_the_client_is_copied_and_counted():
-    busy = Engine(parts_of(target(), over_llama(SuffixDrafter())), max_slots=2)
-    [said] = busy.generate([TEXTS[0]], max_new_tokens=16, sampling=GREEDY, ignore_eos=True)
-    request = Request(id="p", prompt=tuple(TEXTS[0]), max_new_tokens=16, sampling=GREEDY, prediction=tuple(said.tokens))
-    busy.add(request)
-    outputs = [update.output for _ in range(40) if busy.busy for update in busy.step() if update.output is not None]
-    assert outputs[0].tokens == said.tokens
-    assert outputs[0].accepted_prediction_tokens > 8
+    check_prediction(over_llama(SuffixDrafter()), "token")
 
 
 PAIR = (SuffixDrafter(min_match=3), ModelPath(path="there/small", dtype="float32"))

@@ -10,12 +10,11 @@ import torch
 import outrider
 from outrider import catalog
 from outrider.assembly import structure_of, why_not
-from outrider.core.types import Draft, InputError, Request, Running, Sampling, ShortList
+from outrider.core.types import Draft, InputError, Running, Sampling, ShortList
 from outrider.decoding.pearl import PearlDecoding
 from outrider.drafters.first import FirstDrafter, FirstOf
 from outrider.drafters.model import ModelDrafter, ModelPath
 from outrider.drafters.ngram import NgramDrafter
-from outrider.drafters.none import NoDrafter
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.drafters.union import UnionDrafter, UnionOf
@@ -32,15 +31,15 @@ from outrider.trees.union import united
 from outrider.verifiers.protocol import Verifier
 from tests.world.drafts import chains
 from tests.world.heads import head
-from tests.world.models import drafter_of, prompts, target
+from tests.world.models import drafter_of, target
 from tests.world.parts import parts_of
+from tests.world.several import GREEDY, TEXTS, Recording, check_prediction, check_text_behind_the_context, plain
 from tests.world.tables import tables
 from tests.world.verifiers import judges_of, verifier
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 BOUND = 1e-12
 BIASED = 1e-3
-GREEDY = Sampling(temperature=0.0, seed=0)
 RULES = judges_of("union of chains")
 TEXT = [0, 1, 2, 0, 1]
 
@@ -188,14 +187,6 @@ def test_prove_enumerates_it():
     assert law_error(tables(2, verifier("traversal"), 2, drafter=over_first)) < BOUND
 
 
-def plain(texts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    busy = Engine(parts_of(target(), NoDrafter()), max_slots=8)
-    return [out.tokens for out in busy.generate(texts, max_new_tokens=count, sampling=GREEDY)]
-
-
-TEXTS = [*prompts(13, 5, 21), [5, 6, 7, 5, 6, 7, 5], [9, 8, 9, 8, 9]]
-
-
 @pytest.mark.parametrize(
     ("written", "rule"), [("chain", "traversal"), ("chain", "recursive"), ("dynamic:width=2,num_nodes=6", "match")]
 )
@@ -222,18 +213,6 @@ def test_a_batch_of_greedy_and_drawn_requests_gives_each_its_own():
     assert together[1] == plain(TEXTS[1:2], 20)[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recording(ModelDrafter):
-    """Notes the first guess behind each text."""
-
-    guesses: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, compare=False)
-
-    def begin(self, states, depths):
-        guess = super().begin(states, depths)
-        self.guesses.update({tuple(state.tokens): row for state, row in zip(states, guess.logits, strict=True)})
-        return guess
-
-
 def test_the_draft_model_reads_what_was_copied_in_its_next_forward():
     alone, beside = (Recording(lm=drafter_of("model").lm) for _ in range(2))
     forwards = []
@@ -251,22 +230,11 @@ def test_the_draft_model_reads_what_was_copied_in_its_next_forward():
 
 
 def test_copies_go_on_where_the_context_of_the_draft_model_ends():
-    busy = Engine(parts_of(target(), over_llama(context=24), verifier="traversal"), max_slots=2)
-    made = busy.generate([[9, 8, 9, 8, 9]], max_new_tokens=40, sampling=GREEDY, ignore_eos=True)
-    alone = Engine(parts_of(target(), NoDrafter()), max_slots=2)
-    said = alone.generate([[9, 8, 9, 8, 9]], max_new_tokens=40, sampling=GREEDY, ignore_eos=True)
-    assert made[0].tokens == said[0].tokens
-    assert made[0].num_draft_tokens > 0
+    check_text_behind_the_context(over_llama(context=24), "traversal")
 
 
 def test_a_prediction_of_the_client_is_copied_and_counted():
-    busy = Engine(parts_of(target(), over_llama(SuffixDrafter()), verifier="traversal"), max_slots=2)
-    [said] = busy.generate([TEXTS[0]], max_new_tokens=16, sampling=GREEDY, ignore_eos=True)
-    request = Request(id="p", prompt=tuple(TEXTS[0]), max_new_tokens=16, sampling=GREEDY, prediction=tuple(said.tokens))
-    busy.add(request)
-    outputs = [update.output for _ in range(40) if busy.busy for update in busy.step() if update.output is not None]
-    assert outputs[0].tokens == said.tokens
-    assert outputs[0].accepted_prediction_tokens > 8
+    check_prediction(over_llama(SuffixDrafter()), "traversal")
 
 
 def test_requests_with_and_without_a_union_run_in_one_batch():

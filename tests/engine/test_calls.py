@@ -20,7 +20,7 @@ BOUNDS = {
     "a step without drafts of 8 requests": 954,
     "a greedy step": 615,
     "a greedy step of 8 requests": 2170,
-    "a sampled step": 720,
+    "a sampled step": 715,
     "a sampled step of 8 requests": 2400,
 }
 """Most calls."""

@@ -9,6 +9,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -527,6 +528,11 @@ def _config(place: CheckpointPlace, revision: str | None, trust_remote_code: boo
         config = gguf_config(place)
         check_sizes(config.to_dict(), place.name)
         return config
+    read: object = {}
+    with suppress(OSError, ValueError):
+        read = json.loads((Path(place.folder) / "config.json").read_bytes())
+    if not isinstance(read, dict):
+        raise InputError(f"cannot load a causal LM from {place.name}: its config.json holds no JSON object")
     try:
         whole, _ = PreTrainedConfig.get_config_dict(place.folder, revision=revision or "main")
     except Exception:

@@ -11,7 +11,7 @@ import torch
 from outrider.host.native import native
 from outrider.lm.weights import operators
 from outrider.lm.weights.blocks import KINDS
-from tests.lm.weights.test_linear import error, matrix, products, states
+from tests.lm.weights.test_linear import check_states_that_are_no_numbers, error, matrix, products, states
 
 CASTS = True
 HEADER = Path(__file__).with_name("emulated.h")
@@ -58,9 +58,4 @@ def test_bits_of_a_row_depend_on_nothing_beside_it(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_that_is_no_number_makes_outputs_that_are_none(kind: str) -> None:
-    given = states(4, 256)
-    given[1, 40], given[2, 200] = float("nan"), float("inf")
-    output = products(given, [matrix(kind, 20, 256)])
-    assert output[[0, 3]].isfinite().all()
-    assert not output[1].isfinite().any()
-    assert not output[2].isfinite().any()
+    check_states_that_are_no_numbers(kind)

@@ -46,6 +46,16 @@ def products(given: Tensor, weights: list[BlockWeight], dtype: torch.dtype = tor
     return native_linear(given, [weight.data for weight in weights], kinds, sizes, None, dtype)
 
 
+def check_states_that_are_no_numbers(kind: str) -> None:
+    """Their own outputs are none, and all others numbers."""
+    given = states(4, 256)
+    given[1, 40], given[2, 200] = float("nan"), float("inf")
+    output = products(given, [matrix(kind, 20, 256)])
+    assert output[[0, 3]].isfinite().all()
+    assert not output[1].isfinite().any()
+    assert not output[2].isfinite().any()
+
+
 @COMPILED
 @KIND_NAMES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,12 +88,7 @@ def test_bits_of_a_row_depend_on_nothing_beside_it(kind: str, dtype: torch.dtype
 @COMPILED
 @KIND_NAMES
 def test_a_state_that_is_no_number_makes_outputs_that_are_none(kind: str) -> None:
-    given = states(4, 256)
-    given[1, 40], given[2, 200] = float("nan"), float("inf")
-    output = products(given, [matrix(kind, 20, 256)])
-    assert output[[0, 3]].isfinite().all()
-    assert not output[1].isfinite().any()
-    assert not output[2].isfinite().any()
+    check_states_that_are_no_numbers(kind)
 
 
 @COMPILED
