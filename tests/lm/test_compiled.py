@@ -1,16 +1,15 @@
 """Compiled forwards say what plain ones say, for chains and trees, alone and in batches, and are kept on disk."""
 
 import json
-import shutil
 import sys
 
-import pytest
-
 from tests.lm import compiled_checks
+from tests.world.compiling import needs_compiled_forwards, needs_compiler
 from tests.world.forked import printed
 
 
-@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler")
+@needs_compiler
+@needs_compiled_forwards
 def test_compiled_forwards_say_what_plain_ones_say_and_their_libraries_are_kept(tmp_path):
     status, out, err = printed(compiled_checks.main, OUTRIDER_CACHE=str(tmp_path))
     assert status == 0, err[-3000:]

@@ -1,15 +1,14 @@
 """Compiled forwards of models with packed weights: what they say, whose memory they read, and where they cannot run."""
 
 import json
-import shutil
-
-import pytest
 
 from tests.lm import compiled_block_checks
+from tests.world.compiling import needs_compiled_forwards, needs_compiler
 from tests.world.forked import printed
 
 
-@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler")
+@needs_compiler
+@needs_compiled_forwards
 def test_compiled_forwards_compute_from_packed_weights_in_their_places(tmp_path) -> None:
     status, out, err = printed(compiled_block_checks.main, OUTRIDER_CACHE=str(tmp_path))
     assert status == 0, err[-3000:]

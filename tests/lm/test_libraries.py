@@ -28,12 +28,10 @@ from outrider.lm.fingerprint import fingerprint
 from outrider.lm.forwards import libraries
 from outrider.lm.forwards.libraries import KEY, LIBRARY, Library, delete_unused
 from outrider.lm.model import LanguageModel
+from tests.world.compiling import needs_compiler
 from tests.world.models import llama
 
 DAY = 86400
-needs_compiler = pytest.mark.skipif(
-    shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler"
-)
 
 
 def test_torch_may_lie_below_a_folder_with_a_space_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,16 @@
+"""What tests that compile need: a C++ compiler, and for whole forwards a torch that can compile all of them."""
+
+import shutil
+
+import pytest
+import torch
+from packaging.version import Version
+
+from outrider.lm.model import COMPILES
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler"
+)
+needs_compiled_forwards = pytest.mark.skipif(
+    Version(torch.__version__) < COMPILES, reason=f"forwards are compiled with torch {COMPILES} or later"
+)
