@@ -420,7 +420,7 @@ class Engine:
                     if update.step is not None:
                         steps[update.id].append(update.step)
                     if update.output is not None:
-                        outputs[update.id] = replace(update.output, steps=steps[update.id])
+                        outputs[update.id] = replace(update.output, steps=steps[update.id], tokenizer=self.tokenizer)
                         if progress is not None:
                             progress(outputs[update.id])
         finally:

@@ -2,11 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
 from typing import Literal
 
+from transformers import PreTrainedTokenizerBase
+
 from outrider.core.types import Step
+from outrider.engine.kinds import kinds
+from outrider.engine.text import TextStream
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+STYLES = {
+    "accepted": "background:#cdebd6;color:#1c1c1e",
+    "recovered": "background:#f9d9c9;color:#1c1c1e;text-decoration:underline dotted",
+    "bonus": "background:#d6def8;color:#1c1c1e;text-decoration:underline",
+}
+"""How a notebook shows tokens by their kind, in the colours of the server's page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +72,7 @@ class Output:
         accepted_prediction_tokens: Draft tokens that the drafter copied from the request's prediction, accepted ones.
         rejected_prediction_tokens: The same, rejected ones.
         steps: Every step; `generate` fills it in.
+        tokenizer: What gives each token its text in a notebook; `generate` fills it in.
         error: The exception that ended the request, if `finish_reason` is `error`. It keeps its traceback alive.
     """
 
@@ -85,11 +97,32 @@ class Output:
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
     steps: list[Step] = field(default_factory=list, repr=False)
+    tokenizer: PreTrainedTokenizerBase | None = field(default=None, repr=False, compare=False)
     error: Exception | None = None
 
     @property
     def tokens_per_second(self) -> float:
         return len(self.tokens) / self.seconds if self.seconds else 0.0
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the text with its tokens coloured by where they come from, and what drafts were worth.
+
+        Without steps, as from `stream`, the text has no colours.
+        """
+        shown = "<span>" + escape(self.text) + "</span>"
+        if self.tokenizer is not None and self.steps:
+            stream, of_tokens = TextStream(self.tokenizer), (kind for step in self.steps for kind in kinds(step))
+            pieces = [(stream.push(token), kind) for token, kind in zip(self.tokens, of_tokens, strict=False)]
+            pieces.append((stream.finish(), "plain"))
+            shown = "".join(
+                f'<span title="{kind}" style="{STYLES.get(kind, "")}">{escape(piece)}</span>' for piece, kind in pieces
+            )
+        legend = " ".join(f'<span style="{style}">{kind}</span>' for kind, style in STYLES.items())
+        drafts = f"{self.num_accepted_tokens} of {self.num_draft_tokens} draft tokens accepted"
+        return (
+            f'<div style="white-space:pre-wrap">{shown}</div><div><small>{len(self.tokens)} tokens in {self.num_steps} '
+            f"steps: block efficiency {self.block_efficiency:.2f}, {drafts}; {legend}</small></div>"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from outrider.engine.kinds import kinds
 from outrider.engine.output import Update
 from outrider.engine.text import TextStream
 from outrider.serve.api.bodies import ChatMessage, GenerationBody
@@ -22,7 +23,6 @@ from outrider.serve.api.request import RequestPrompt, admitted, answer_format, r
 from outrider.serve.api.sse import DONE, EventStream, event
 from outrider.serve.errors import ServeError, refuse
 from outrider.serve.ids import request_id
-from outrider.serve.page.kinds import kinds
 from outrider.serve.page.trees import ShownNode, Trees
 from outrider.serve.run.task import OutputTask
 from outrider.serve.run.templates import ChatPrompt

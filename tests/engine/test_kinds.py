@@ -1,11 +1,14 @@
 """Tokens are of the kind that the draft and the verdict of their step say."""
 
+from dataclasses import replace
+from xml.etree import ElementTree
+
 import pytest
 
 import outrider
 from outrider.core.types import Sampling, Step, Timing
 from outrider.decoding.protocol import Cycle
-from outrider.serve.page.kinds import kinds
+from outrider.engine.kinds import kinds
 
 PROMPT = "One day, a boy named Tim went to the park with his dog. They"
 
@@ -52,3 +55,22 @@ def test_without_a_draft_a_token_is_plain():
         request="a", num_draft_tokens=0, num_accepted_tokens=0, tokens=(1,), timing=Timing(), num_requests=1, bonus=True
     )
     assert kinds(step) == ["plain"]
+
+
+def test_a_notebook_shows_each_token_in_the_colour_of_its_kind():
+    [output] = outrider.load(length="fixed:3", probe=False).generate([PROMPT], max_new_tokens=40)
+    shown = ElementTree.fromstring(f"<a>{output._repr_html_()}</a>")
+    *tokens, rest = shown[0]
+    assert "".join(token.text or "" for token in [*tokens, rest]) == output.text
+    of_steps = [kind for step in output.steps for kind in kinds(step)]
+    assert [token.get("title") for token in tokens] == of_steps
+    assert {"accepted", "recovered", "bonus"} <= set(of_steps)
+    assert len({token.get("style") for token in tokens}) == len(set(of_steps))
+    assert f"block efficiency {output.block_efficiency:.2f}" in "".join(shown.itertext())
+
+
+def test_a_notebook_shows_what_comes_without_steps_as_plain_text():
+    *_, last = outrider.load(probe=False).stream(PROMPT, max_new_tokens=4)
+    output = replace(last.output, text="a < b & c")
+    shown = ElementTree.fromstring(f"<a>{output._repr_html_()}</a>")
+    assert "".join(shown[0].itertext()) == output.text
