@@ -284,3 +284,25 @@ def test_a_wrong_path_of_a_drafter_is_noticed_before_the_target_is_loaded(drafte
     monkeypatch.setattr("outrider.assembly.open_model", never)
     with pytest.raises(InputError, match=path):
         outrider.load(EMBEDDED_TARGET, drafter=f"{drafter}:path={tmp_path / path}")
+
+
+def test_headers_that_are_read_quickly_are_those_of_the_library(shipped):
+    """Each number and text of the header, their types, and the tensors."""
+    own = gguf.GGUFReader
+    with reading.quick_headers():
+        quick = gguf.GGUFReader(shipped["target"])
+    slow = own(shipped["target"])
+    assert (gguf.GGUFReader, type(quick) is own) == (own, False)
+    assert list(quick.fields) == list(slow.fields)
+    for ours, theirs in zip(quick.fields.values(), slow.fields.values(), strict=True):
+        assert (ours.types, ours.data, ours.offset) == (theirs.types, theirs.data, theirs.offset)
+        assert [(part.dtype, part.tolist()) for part in ours.parts] == [
+            (part.dtype, part.tolist()) for part in theirs.parts
+        ]
+    for tensor, same in zip(quick.tensors, slow.tensors, strict=True):
+        assert (tensor.name, tensor.tensor_type, tensor.shape.tolist()) == (
+            same.name,
+            same.tensor_type,
+            same.shape.tolist(),
+        )
+        assert (tensor.data == same.data).all()

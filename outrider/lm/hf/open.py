@@ -33,7 +33,15 @@ from outrider.host.versions import warn_of_untested
 from outrider.lm.fingerprint import note_files
 from outrider.lm.hf import unpacked
 from outrider.lm.hf.anatomy import opener
-from outrider.lm.hf.gguf import MadePlain, as_plain, check_libraries, dequantised, gguf_config, header
+from outrider.lm.hf.gguf import (
+    MadePlain,
+    as_plain,
+    check_libraries,
+    dequantised,
+    gguf_config,
+    header,
+    quick_headers,
+)
 from outrider.lm.hf.mtp import behind_pattern
 from outrider.lm.hf.support import refusal
 from outrider.lm.hf.weights import weight_bytes
@@ -237,7 +245,8 @@ def _read_plain(
     kept = unpacked.kept(place.file, dtype)
     if kept is None:
         blocks = {"gguf_file": place.gguf, "quantization_config": options["quantization_config"]}
-        model, loaded = _read(config, place.folder, plain | blocks)
+        with quick_headers():
+            model, loaded = _read(config, place.folder, plain | blocks)
         as_plain(model, place)
         whole = mismatch(model, loaded) is None
         if not whole or (kept := unpacked.keep(place.file, dtype, model.save_pretrained, began)) is None:
@@ -632,7 +641,8 @@ def _tokenizer_of_gguf(place: CheckpointPlace, file: Path) -> PreTrainedTokenize
     """The tokenizer in a GGUF file. Raises what transformers raises."""
     began, kept = time.time_ns(), unpacked.kept(file, "tokenizer")
     if kept is None:
-        tokenizer = AutoTokenizer.from_pretrained(place.folder, gguf_file=place.gguf)
+        with quick_headers():
+            tokenizer = AutoTokenizer.from_pretrained(place.folder, gguf_file=place.gguf)
         kept = unpacked.keep(file, "tokenizer", tokenizer.save_pretrained, began)
     if kept is not None:
         tokenizer = AutoTokenizer.from_pretrained(kept)
