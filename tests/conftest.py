@@ -23,6 +23,7 @@ import typer  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from tests import clocks  # noqa: E402
+from tests.world.dice_draws import make_fewer  # noqa: E402
 
 clocks.stop()
 torch.set_num_threads(1)
@@ -113,8 +114,7 @@ def clocked() -> Iterator[None]:
 @pytest.fixture
 def fewer_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """The law of the dice is tested with fewer draws, where a test is about something else."""
-    for name, count in (("PICKS", 2**11), ("THROWS", 2**9)):
-        monkeypatch.setattr(f"outrider.proof.draws.{name}", count)
+    make_fewer(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -134,8 +134,8 @@ def test_an_interrupt_leaves_the_outputs_that_have_ended(monkeypatch, capsys, tm
     ended = len(records(file))
     *before, last = err.splitlines()
     assert (process.returncode, last) == (130, f"interrupted after {ended} of 21 outputs")
-    # On a busy machine, lines say what takes long.
-    assert [line for line in before if not line.endswith(" s)")] == []
+    # On a busy machine, lines say what takes long; and the newest libraries are not those that were tested.
+    assert [line for line in before if not line.endswith(" s)") and "Outrider was not tested with" not in line] == []
     assert 2 <= ended < 21
     status, _, err = run(monkeypatch, capsys, "generate", *given)
     assert (status, f"{ended} of 21 outputs are in {file} already" in err) == (0, True), err
