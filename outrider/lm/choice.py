@@ -22,14 +22,20 @@ from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 
 CONTEXT = 64
-"""Tokens before them."""
+"""Tokens before them, where their rounding is compared."""
+BEFORE = 16
+"""The same where they are timed. A model in half precision may read slowly before its weights are packed."""
 REPEATS = 7
 READING: tuple[Forward, ...] = ("eager", "replayed")
 """Kinds of forward that read a model's own weights each time, so that these may change."""
 IN_HALF, ON_A_GPU = (1, 2), (1, 2, 8, 16)
 """The fewest columns of a forward that are tried, in half precision on a CPU and on a GPU."""
-PATIENCE = 0.1
-"""Seconds after which a kind of forward is not repeated any more."""
+PATIENCE, HURRY = 0.1, 1.0
+"""Seconds after which a kind of forward is not repeated a fourth time, and a third time."""
+HOPELESS = 4
+"""A kind of forward that takes so many times as long as another is not repeated, if it takes longer than `PATIENCE`."""
+PLACES = 3
+"""Places of a text where roundings are compared."""
 WIDE = 48
 """Tokens of a forward on which compiled and eager ones are compared: compiled ones are slow with many tokens."""
 _BEGAN = CoreUsage.now()
@@ -72,7 +78,7 @@ def choose(
         candidates = at_hand(lm, taps) if lasting else [name for name in READING if lm.why_not(name) is None]
     paddings = _paddings(lm) if pad_to is None else (pad_to,)
     settled = len(candidates) == len(paddings) == 1 and candidates != ["compiled"]
-    if settled or lm.max_context < CONTEXT + BLOCK:
+    if settled or lm.max_context < CONTEXT + PLACES * BLOCK:
         return _applied(lm, ForwardChoice(forward=candidates[-1], pad_to=2 if paddings == IN_HALF else paddings[0]))
     key = {
         "machine": remembered.machine(lm.device),
@@ -127,7 +133,8 @@ def _measured(lm: LanguageModel, candidates: Sequence[Forward], paddings: Sequen
         if not milliseconds or forward != "replayed" or lm.replays:
             milliseconds[forward] = times
     best = min(milliseconds, key=lambda name: sum(milliseconds[name]))
-    narrow = _narrow(lm) if best == "compiled" else None
+    lm.run_by(best)
+    narrow = _narrow(lm, milliseconds) if best == "compiled" else None
     lm.run_by(best)
     pad_to = _least_padding(lm, paddings)
     lm.num_forwards = 0
@@ -146,16 +153,19 @@ def _runs_by(lm: LanguageModel, forward: Forward, *, alone: bool) -> bool:
     return True
 
 
-def _narrow(lm: LanguageModel) -> int | None:
-    """The number of tokens up to which compiled forwards are faster than eager ones; None if they are for all tried."""
+def _narrow(lm: LanguageModel, milliseconds: Mapping[Forward, tuple[float, float]]) -> int | None:
+    """The number of tokens up to which compiled forwards are faster than eager ones; None if they are for all tried.
+
+    Args:
+        milliseconds: What a token and a block take, of the kinds that were timed.
+    """
     if lm.max_context < CONTEXT + WIDE or lm.widest is not None:
         return lm.widest
-    milliseconds: dict[Forward, tuple[float, float]] = {}
-    for forward in ("eager", "compiled"):
-        lm.run_by(forward)
-        milliseconds[forward] = (_milliseconds(lm, BLOCK), _milliseconds(lm, WIDE))
-    gained = max(0.0, milliseconds["eager"][0] - milliseconds["compiled"][0])
-    lost = milliseconds["compiled"][1] - milliseconds["eager"][1]
+    compiled = _milliseconds(lm, WIDE)
+    lm.run_by("eager")
+    block = milliseconds["eager"][1] if "eager" in milliseconds else _milliseconds(lm, BLOCK)
+    gained = max(0.0, block - milliseconds["compiled"][1])
+    lost = compiled - _milliseconds(lm, WIDE, beside=compiled)
     # Between the two numbers of tokens, times are taken for straight lines.
     return None if lost <= 0 else BLOCK + int((WIDE - BLOCK) * gained / (gained + lost))
 
@@ -167,12 +177,16 @@ def _paddings(lm: LanguageModel) -> tuple[int, ...]:
     return IN_HALF if lm.device.type == "cpu" and lm.dtype in (torch.bfloat16, torch.float16) else (1,)
 
 
-def _milliseconds(lm: LanguageModel, width: int) -> float:
-    """Least time of a forward over some tokens behind a text: what disturbs a measurement makes it longer."""
+def _milliseconds(lm: LanguageModel, width: int, beside: float = float("inf")) -> float:
+    """Least time of a forward over some tokens behind a text: what disturbs a measurement makes it longer.
+
+    Args:
+        beside: What a forward of another kind takes.
+    """
     slot, tokens = lm.open(), _text(lm, width)
-    _read_on(lm, slot, _text(lm, CONTEXT))
+    _read_on(lm, slot, _text(lm, BEFORE))
     spent: list[float] = []
-    while len(spent) < 3 or (len(spent) < REPEATS and sum(spent) < PATIENCE):
+    while _goes_on(spent, beside / 1000):
         _wait(lm.device)
         start = time.perf_counter()
         lm.extend([Segment(slot=slot, tokens=tokens)])
@@ -181,7 +195,20 @@ def _milliseconds(lm: LanguageModel, width: int) -> float:
         lm.commit({slot: []})
     lm.release(slot)
     # The first one may make what the others use.
-    return 1000 * min(spent[1:])
+    return 1000 * min(spent[1:] or spent)
+
+
+def _goes_on(spent: Sequence[float], beside: float) -> bool:
+    """Whether a forward that took these seconds is repeated, beside one of another kind.
+
+    Example:
+        >>> [_goes_on(spent, 0.1) for spent in ([], [0.2], [0.5], [0.8, 0.8], [0.03] * 6, [0.01] * 6, [0.01] * 7)]
+        [True, True, False, False, False, True, False]
+    """
+    if not spent or (len(spent) == 1 and spent[0] <= max(PATIENCE, HOPELESS * beside)):
+        return True
+    enough = {1: 0.0, 2: HURRY}.get(len(spent), PATIENCE)
+    return len(spent) < REPEATS and sum(spent) < enough
 
 
 def _wait(device: torch.device) -> None:
@@ -196,30 +223,24 @@ def _least_padding(lm: LanguageModel, paddings: Sequence[int]) -> int:
     """
     for columns in paddings if len(paddings) > 1 else ():
         lm.pad_to = columns
-        if all(torch.equal(_alone(lm, start), _in_a_block(lm, start)) for start in range(3)):
+        if all(torch.equal(alone, in_a_block) for alone, in_a_block in _roundings(lm)):
             return columns
     return paddings[0]
 
 
-def _alone(lm: LanguageModel, start: int) -> Float[Tensor, "1 vocab"]:
-    """Logits of a token that is fed by itself."""
-    slot = lm.open()
-    text = _text(lm, CONTEXT + BLOCK, start)
+def _roundings(lm: LanguageModel) -> list[tuple[Float[Tensor, "1 vocab"], Float[Tensor, "1 vocab"]]]:
+    """Logits of a token that is fed by itself and of the same one as the last of a block, at some places of a text."""
+    slot, pairs = lm.open(), []
+    text = _text(lm, CONTEXT + PLACES * BLOCK)
     _read_on(lm, slot, text[:CONTEXT])
-    _read_on(lm, slot, text[CONTEXT:-1])
-    logits = lm.extend([Segment(slot=slot, tokens=text[-1:])]).logits
+    for block in text[CONTEXT:].split(BLOCK):
+        in_a_block = lm.extend([Segment(slot=slot, tokens=block)]).logits[-1:].clone()
+        lm.commit({slot: []})
+        _read_on(lm, slot, block[:-1])
+        pairs.append((lm.extend([Segment(slot=slot, tokens=block[-1:])]).logits.clone(), in_a_block))
+        lm.commit({slot: [0]})
     lm.release(slot)
-    return logits
-
-
-def _in_a_block(lm: LanguageModel, start: int) -> Float[Tensor, "1 vocab"]:
-    """Logits of the same token as the last of a block."""
-    slot = lm.open()
-    text = _text(lm, CONTEXT + BLOCK, start)
-    _read_on(lm, slot, text[:CONTEXT])
-    logits = lm.extend([Segment(slot=slot, tokens=text[CONTEXT:])]).logits[-1:]
-    lm.release(slot)
-    return logits
+    return pairs
 
 
 def _read_on(lm: LanguageModel, slot: int, tokens: Tensor) -> None:
@@ -228,9 +249,9 @@ def _read_on(lm: LanguageModel, slot: int, tokens: Tensor) -> None:
     lm.commit({slot: range(len(tokens))})
 
 
-def _text(lm: LanguageModel, count: int, start: int = 0) -> Tensor:
+def _text(lm: LanguageModel, count: int) -> Tensor:
     """Some tokens, spread over the vocabulary."""
-    return (torch.arange(start, start + count, device=lm.device) * 7919 + 11) % lm.vocab_size
+    return (torch.arange(count, device=lm.device) * 7919 + 11) % lm.vocab_size
 
 
 def _read(kept: Mapping[str, Any] | None, candidates: Sequence[Forward]) -> ForwardChoice | None:

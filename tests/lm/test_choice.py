@@ -33,6 +33,11 @@ class Timed(LanguageModel):
         self.forward = forward
 
 
+def timed(lm: Timed, width: int, beside: float = 0.0) -> float:
+    """The time that was given."""
+    return lm.times[lm.forward][(BLOCK, WIDE).index(width)]
+
+
 @pytest.mark.parametrize(
     ("eager", "compiled", "bound"),
     [
@@ -44,19 +49,22 @@ class Timed(LanguageModel):
     ],
 )
 def test_compiled_forwards_end_where_eager_ones_are_as_fast(monkeypatch, eager, compiled, bound) -> None:
-    monkeypatch.setattr(choice, "_milliseconds", lambda lm, width: lm.times[lm.forward][(BLOCK, WIDE).index(width)])
-    assert choice._narrow(Timed(eager, compiled)) == bound
+    monkeypatch.setattr(choice, "_milliseconds", timed)
+    known = {"eager": (0.0, eager[0]), "compiled": (0.0, compiled[0])}
+    for names in (("compiled",), ("eager", "compiled")):
+        lm = Timed(eager, compiled)
+        lm.run_by("compiled")
+        assert choice._narrow(lm, {name: known[name] for name in names}) == bound
 
 
 def test_a_short_context_has_no_forward_of_many_tokens() -> None:
-    assert choice._narrow(Timed((1, 1), (0, 9), max_context=CONTEXT + WIDE - 1)) is None
+    assert choice._narrow(Timed((1, 1), (0, 9), max_context=CONTEXT + WIDE - 1), {}) is None
 
 
-def test_compiled_forwards_that_copy_the_weights_of_experts_never_take_many_tokens(monkeypatch) -> None:
-    monkeypatch.setattr(choice, "_milliseconds", lambda lm, width: lm.times[lm.forward][(BLOCK, WIDE).index(width)])
+def test_compiled_forwards_that_copy_the_weights_of_experts_never_take_many_tokens() -> None:
     with_experts = Timed((10, 16), (4, 12))
     with_experts.widest = 16
-    assert choice._narrow(with_experts) == 16
+    assert choice._narrow(with_experts, {}) == 16
 
 
 def test_a_library_that_is_missing_is_named_once_and_not_made(monkeypatch, tmp_path, caplog) -> None:
@@ -94,8 +102,8 @@ class Rounding(LanguageModel):
     ],
 )
 def test_a_single_token_is_padded_until_it_rounds_as_in_a_block(monkeypatch, device, dtype, columns, found) -> None:
-    monkeypatch.setattr(choice, "_in_a_block", lambda lm, start: torch.ones(1))
-    monkeypatch.setattr(choice, "_alone", lambda lm, start: torch.ones(1) * (lm.pad_to >= lm.columns))
+    same = torch.ones(1)
+    monkeypatch.setattr(choice, "_roundings", lambda lm: [(same * (lm.pad_to >= lm.columns), same), (same, same)])
     lm = Rounding(device, columns, dtype)
     assert choice._least_padding(lm, choice._paddings(lm)) == found
 
@@ -144,3 +152,39 @@ def test_where_torch_cannot_compile_all_forwards_none_is_compiled(monkeypatch) -
     assert at_hand(lm) == ["eager"]
     with pytest.raises(InputError, match="leave out forward"):
         LanguageModel(llama(), max_slots=2, forward="compiled")
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_roundings_are_compared_at_some_places_behind_one_text(columns) -> None:
+    lm = LanguageModel(llama(), max_slots=2)
+    lm.pad_to, before = columns, lm.num_forwards
+    pairs = choice._roundings(lm)
+    assert lm.num_forwards - before == 1 + 3 * choice.PLACES
+    assert len(pairs) == choice.PLACES
+    text = choice._text(lm, CONTEXT + choice.PLACES * BLOCK)
+    with torch.inference_mode():
+        whole = lm.model(text[None]).logits[0]
+    for (alone, in_a_block), place in zip(pairs, range(CONTEXT + BLOCK - 1, len(text), BLOCK), strict=True):
+        assert torch.allclose(alone[0], whole[place], atol=1e-5)
+        assert torch.allclose(in_a_block[0], whole[place], atol=1e-5)
+    assert lm.length(lm.open()) == 0
+    lm.open()
+
+
+def test_a_slow_forward_is_not_repeated_for_long(monkeypatch) -> None:
+    """One of half a second runs three times, one of a second twice, and once beside one that is much faster."""
+    lm, times = LanguageModel(llama(), max_slots=1), {"now": 0.0, "takes": 0.5}
+    extend = lm.extend
+
+    def slowly(segments, **options):
+        times["now"] += times["takes"]
+        return extend(segments, **options)
+
+    monkeypatch.setattr(lm, "extend", slowly)
+    monkeypatch.setattr(choice.time, "perf_counter", lambda: times["now"])
+    counts = []
+    for takes, beside in ((0.01, 1e9), (0.2, 1e9), (0.45, 1e9), (0.6, 1e9), (0.6, 160), (0.6, 140), (0.05, 1)):
+        times["takes"], before = takes, lm.num_forwards
+        assert choice._milliseconds(lm, 1, beside) == pytest.approx(1000 * takes)
+        counts.append(lm.num_forwards - before - 1)
+    assert counts == [7, 3, 3, 2, 2, 1, 3]
