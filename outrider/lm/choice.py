@@ -122,19 +122,20 @@ def _applied(lm: LanguageModel, choice: ForwardChoice) -> ForwardChoice:
 @torch.inference_mode()
 def _measured(lm: LanguageModel, candidates: Sequence[Forward], paddings: Sequence[int]) -> ForwardChoice:
     milliseconds: dict[Forward, tuple[float, float]] = {}
-    lm.pad_to = paddings[0]
+    lm.pad_to, slot = paddings[0], lm.open()
     for forward in candidates:
         if not _runs_by(lm, forward, alone=len(candidates) == 1):
             continue
         # One copy of the weights at a time.
         lm.drop_others()
-        times = (_milliseconds(lm, 1), _milliseconds(lm, BLOCK))
+        times = (_milliseconds(lm, slot, 1), _milliseconds(lm, slot, BLOCK))
         # What could not be recorded ran eager.
         if not milliseconds or forward != "replayed" or lm.replays:
             milliseconds[forward] = times
     best = min(milliseconds, key=lambda name: sum(milliseconds[name]))
     lm.run_by(best)
-    narrow = _narrow(lm, milliseconds) if best == "compiled" else None
+    narrow = _narrow(lm, slot, milliseconds) if best == "compiled" else None
+    lm.release(slot)
     lm.run_by(best)
     pad_to = _least_padding(lm, paddings)
     lm.num_forwards = 0
@@ -153,19 +154,20 @@ def _runs_by(lm: LanguageModel, forward: Forward, *, alone: bool) -> bool:
     return True
 
 
-def _narrow(lm: LanguageModel, milliseconds: Mapping[Forward, tuple[float, float]]) -> int | None:
+def _narrow(lm: LanguageModel, slot: int, milliseconds: Mapping[Forward, tuple[float, float]]) -> int | None:
     """The number of tokens up to which compiled forwards are faster than eager ones; None if they are for all tried.
 
     Args:
+        slot: For the forwards that are timed.
         milliseconds: What a token and a block take, of the kinds that were timed.
     """
     if lm.max_context < CONTEXT + WIDE or lm.widest is not None:
         return lm.widest
-    compiled = _milliseconds(lm, WIDE)
+    compiled = _milliseconds(lm, slot, WIDE)
     lm.run_by("eager")
-    block = milliseconds["eager"][1] if "eager" in milliseconds else _milliseconds(lm, BLOCK)
+    block = milliseconds["eager"][1] if "eager" in milliseconds else _milliseconds(lm, slot, BLOCK)
     gained = max(0.0, block - milliseconds["compiled"][1])
-    lost = compiled - _milliseconds(lm, WIDE, beside=compiled)
+    lost = compiled - _milliseconds(lm, slot, WIDE, beside=compiled)
     # Between the two numbers of tokens, times are taken for straight lines.
     return None if lost <= 0 else BLOCK + int((WIDE - BLOCK) * gained / (gained + lost))
 
@@ -177,14 +179,16 @@ def _paddings(lm: LanguageModel) -> tuple[int, ...]:
     return IN_HALF if lm.device.type == "cpu" and lm.dtype in (torch.bfloat16, torch.float16) else (1,)
 
 
-def _milliseconds(lm: LanguageModel, width: int, beside: float = float("inf")) -> float:
+def _milliseconds(lm: LanguageModel, slot: int, width: int, beside: float = float("inf")) -> float:
     """Least time of a forward over some tokens behind a text: what disturbs a measurement makes it longer.
 
     Args:
+        slot: Holds the text; an empty one reads it first.
         beside: What a forward of another kind takes.
     """
-    slot, tokens = lm.open(), _text(lm, width)
-    _read_on(lm, slot, _text(lm, BEFORE))
+    tokens = _text(lm, width)
+    if not lm.length(slot):
+        _read_on(lm, slot, _text(lm, BEFORE))
     spent: list[float] = []
     while _goes_on(spent, beside / 1000):
         _wait(lm.device)
@@ -193,7 +197,6 @@ def _milliseconds(lm: LanguageModel, width: int, beside: float = float("inf")) -
         _wait(lm.device)
         spent.append(time.perf_counter() - start)
         lm.commit({slot: []})
-    lm.release(slot)
     # The first one may make what the others use.
     return 1000 * min(spent[1:] or spent)
 

@@ -33,7 +33,7 @@ class Timed(LanguageModel):
         self.forward = forward
 
 
-def timed(lm: Timed, width: int, beside: float = 0.0) -> float:
+def timed(lm: Timed, slot: int, width: int, beside: float = 0.0) -> float:
     """The time that was given."""
     return lm.times[lm.forward][(BLOCK, WIDE).index(width)]
 
@@ -54,17 +54,17 @@ def test_compiled_forwards_end_where_eager_ones_are_as_fast(monkeypatch, eager, 
     for names in (("compiled",), ("eager", "compiled")):
         lm = Timed(eager, compiled)
         lm.run_by("compiled")
-        assert choice._narrow(lm, {name: known[name] for name in names}) == bound
+        assert choice._narrow(lm, 0, {name: known[name] for name in names}) == bound
 
 
 def test_a_short_context_has_no_forward_of_many_tokens() -> None:
-    assert choice._narrow(Timed((1, 1), (0, 9), max_context=CONTEXT + WIDE - 1), {}) is None
+    assert choice._narrow(Timed((1, 1), (0, 9), max_context=CONTEXT + WIDE - 1), 0, {}) is None
 
 
 def test_compiled_forwards_that_copy_the_weights_of_experts_never_take_many_tokens() -> None:
     with_experts = Timed((10, 16), (4, 12))
     with_experts.widest = 16
-    assert choice._narrow(with_experts, {}) == 16
+    assert choice._narrow(with_experts, 0, {}) == 16
 
 
 def test_a_library_that_is_missing_is_named_once_and_not_made(monkeypatch, tmp_path, caplog) -> None:
@@ -118,7 +118,7 @@ def replaying(monkeypatch, tmp_path) -> None:
 @pytest.mark.usefixtures("replaying")
 @pytest.mark.parametrize(("faster", "lasting"), [("eager", True), ("replayed", True), ("replayed", False)])
 def test_the_fastest_of_eager_and_replayed_forwards_is_taken(monkeypatch, faster, lasting) -> None:
-    monkeypatch.setattr(choice, "_milliseconds", lambda lm, width: 1.0 if lm.forward == faster else 2.0)
+    monkeypatch.setattr(choice, "_milliseconds", lambda lm, slot, width: 1.0 if lm.forward == faster else 2.0)
     lm = LanguageModel(llama())
     found = choice.choose(lm, forward=None, pad_to=None, lasting=lasting)
     assert (found.forward, lm.forward, lm.replays) == (faster, faster, faster == "replayed")
@@ -127,7 +127,7 @@ def test_the_fastest_of_eager_and_replayed_forwards_is_taken(monkeypatch, faster
 
 @pytest.mark.usefixtures("replaying")
 def test_forwards_that_cannot_be_recorded_are_not_chosen(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(choice, "_milliseconds", lambda lm, width: 1.0 if lm.forward == "replayed" else 2.0)
+    monkeypatch.setattr(choice, "_milliseconds", lambda lm, slot, width: 1.0 if lm.forward == "replayed" else 2.0)
     model = llama()
     model.model.layers[1].register_forward_hook(lambda module, given, output: output + 0 * output.sum().item())
     found = choice.choose(LanguageModel(model), forward=None, pad_to=None)
@@ -174,7 +174,7 @@ def test_roundings_are_compared_at_some_places_behind_one_text(columns) -> None:
 def test_a_slow_forward_is_not_repeated_for_long(monkeypatch) -> None:
     """One of half a second runs three times, one of a second twice, and once beside one that is much faster."""
     lm, times = LanguageModel(llama(), max_slots=1), {"now": 0.0, "takes": 0.5}
-    extend = lm.extend
+    extend, slot = lm.extend, lm.open()
 
     def slowly(segments, **options):
         times["now"] += times["takes"]
@@ -185,6 +185,7 @@ def test_a_slow_forward_is_not_repeated_for_long(monkeypatch) -> None:
     counts = []
     for takes, beside in ((0.01, 1e9), (0.2, 1e9), (0.45, 1e9), (0.6, 1e9), (0.6, 160), (0.6, 140), (0.05, 1)):
         times["takes"], before = takes, lm.num_forwards
-        assert choice._milliseconds(lm, 1, beside) == pytest.approx(1000 * takes)
-        counts.append(lm.num_forwards - before - 1)
-    assert counts == [7, 3, 3, 2, 2, 1, 3]
+        assert choice._milliseconds(lm, slot, 1, beside) == pytest.approx(1000 * takes)
+        counts.append(lm.num_forwards - before)
+    assert counts == [1 + 7, 3, 3, 2, 2, 1, 3]  # The first one reads the text.
+    assert lm.length(slot) == choice.BEFORE

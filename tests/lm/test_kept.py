@@ -121,7 +121,7 @@ def test_a_kind_of_forward_that_was_tried_leaves_no_copy_of_the_weights(folder, 
     made = list[weakref.ref[PackedLinear]]()
     begin = PackedLinear.__init__
     monkeypatch.setattr(PackedLinear, "__init__", lambda own, *a: (begin(own, *a), made.append(weakref.ref(own)))[0])
-    monkeypatch.setattr(choice, "_milliseconds", lambda lm, width, beside=0.0: 1.0 if lm.forward == faster else 2.0)
+    monkeypatch.setattr(choice, "_milliseconds", lambda lm, *_: 1.0 if lm.forward == faster else 2.0)
     monkeypatch.setattr(choice, "at_hand", lambda lm, taps: ["eager", "packed"])
     lm = LanguageModel(llama(context=256).to(torch.bfloat16), max_slots=2)
     assert choice.choose(lm, forward=None, pad_to=None).forward == faster
@@ -153,7 +153,7 @@ def test_weights_in_files_take_no_memory_beside_packed_copies(folder, monkeypatc
 @pytest.mark.parametrize("crowded", [False, True])
 def test_a_choice_of_a_busy_machine_is_kept_until_the_machine_is_free(folder, monkeypatch, crowded):
     tries = list[Forward]()
-    monkeypatch.setattr(choice, "_milliseconds", lambda lm, width, beside=0.0: float(bool(tries.append(lm.forward))))
+    monkeypatch.setattr(choice, "_milliseconds", lambda lm, *_: float(bool(tries.append(lm.forward))))
     counts = []
     for busy in (True, crowded, True):
         monkeypatch.setattr(choice, "crowded", lambda shares, threads, busy=busy: busy)
