@@ -141,7 +141,8 @@ def bench(
     setup: Setup, request: RequestOptions, options: BenchOptions, configurations: Sequence[str], as_json: bool
 ) -> int:
     """Measure, print and write. Returns the exit status: 1 if the gate stopped a configuration."""
-    from outrider.cli.opened import check_undivided, tell_loading
+    with progress.importing():
+        from outrider.cli.opened import check_undivided, tell_loading
 
     tell_loading()
     check_undivided(setup)

@@ -86,7 +86,7 @@ def generate(
     Without a prompt, standard input is read: a text, or JSON lines. At a terminal, a prompt that ships with Outrider is
     continued.
     """
-    with progress.shown("loading the libraries"):
+    with progress.importing():
         from outrider.cli.generate import GenerateTask, run
 
     task = GenerateTask(
@@ -117,7 +117,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
 ) -> None:
     """Chat with the target, or with a server (--url). `/help` lists the commands; end of input leaves."""
-    with progress.shown("loading the libraries"):
+    with progress.importing():
         from outrider.cli.chat import talk
 
     talk(setup, request, engine, remote, system)
@@ -131,8 +131,7 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptio
     A page at / shows what is drafted and accepted. The first SIGTERM or interrupt lets running requests end, the second
     one cancels them. With --engine vllm, vLLM's own server runs instead, until a signal ends both.
     """
-    with progress.shown("loading the libraries"):
-        from outrider.cli.serve import serve, serve_vllm
+    from outrider.cli.serve import serve, serve_vllm
 
     if engine.is_vllm:
         raise typer.Exit(serve_vllm(setup, options, limits, learn, engine))
@@ -163,10 +162,9 @@ def learn(
     A server of Outrider takes them by its own route, a vLLM by its weight-update routes (`outrider serve --engine vllm
     --weight-updates`). Requests that run are answered first; nobody needs to restart anything.
     """
-    with progress.shown("loading the libraries"):
-        from outrider.cli.learn_from import LearnTask
-        from outrider.cli.learn_from import learn as learn_from
-        from outrider.cli.train import run_training
+    from outrider.cli.learn_from import LearnTask
+    from outrider.cli.learn_from import learn as learn_from
+    from outrider.cli.train import run_training
 
     task = LearnTask(
         source=source,
@@ -215,7 +213,7 @@ def prove(
 
         prove_url(setup, remote, num_draws=num_draws, temperature=temperature, seed=seed, as_json=as_json)
         return
-    with progress.shown("loading the libraries"):
+    with progress.importing():
         from outrider.cli.prove import prove
 
     prove(setup, num_draws=num_draws, temperature=temperature, seed=seed, time_limit=time_limit, as_json=as_json)
@@ -251,8 +249,7 @@ def bench(
         from outrider.cli.bench_url import bench_url
 
         raise typer.Exit(bench_url(setup, request, options, engine, remote, configuration_texts or [], as_json))
-    with progress.shown("loading the libraries"):
-        from outrider.cli.bench import bench
+    from outrider.cli.bench import bench
 
     raise typer.Exit(bench(setup, request, options, configuration_texts or [], as_json))
 
@@ -277,8 +274,7 @@ def plan(
     The target answers your prompts once, the drafters guess along, and steps are timed: nothing else is run. The first
     line is the advice. It may be not to speculate; then it says what would be needed.
     """
-    with progress.shown("loading the libraries"):
-        from outrider.cli.plan import plan
+    from outrider.cli.plan import plan
 
     plan(setup, request, options, more_drafters or [], flags_for, as_json)
 
@@ -291,8 +287,7 @@ def export(options: ExportOptions, as_json: Json = False) -> None:
     A drafter that the engine cannot load is refused, with the nearest one that it can. Without a target, the draft
     model that ships with Outrider is exported.
     """
-    with progress.shown("loading the libraries"):
-        from outrider.cli.export import export
+    from outrider.cli.export import export
 
     raise typer.Exit(export(options, as_json))
 
@@ -322,7 +317,7 @@ def doctor(
     With a drafter, also compare the two and measure the speedup on this machine. Without a target, the pair that ships
     with Outrider is examined.
     """
-    with progress.shown("loading the libraries"):
+    with progress.importing():
         from outrider.cli.doctor import DoctorOptions, doctor, examine_head
 
     if head is not None:
@@ -346,7 +341,7 @@ def prepare(setup: Setup, as_json: Json = False) -> None:
     This takes a minute or two for a dozen layers. Later commands find the result by the models' weights, and use it
     where it is the fastest way.
     """
-    with progress.shown("loading the libraries"):
+    with progress.importing():
         from outrider.cli.prepare import prepare
 
     prepare(setup, as_json=as_json)

@@ -83,7 +83,8 @@ def export(options: ExportOptions, as_json: bool) -> int:
         raise InputError(f"--llama-cpp goes with --to llama.cpp, got --to {options.to}")
     if options.llama_cpp is not None and not (options.llama_cpp / CONVERTER).is_file():
         raise InputError(f"there is no {CONVERTER} in {options.llama_cpp}; give llama.cpp's folder")
-    from outrider.cli.opened import tell_loading
+    with progress.importing():
+        from outrider.cli.opened import tell_loading
     from outrider.cli.printed import print_json
     from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
     from outrider.handoff.export import export as written

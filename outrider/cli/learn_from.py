@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.core import progress
 from outrider.core.inputs import InputError, text_of
 from outrider.core.option import CheckedOptions, option
 from outrider.training.loop.settings import TrainSettings
@@ -169,10 +170,11 @@ def _lines(text: str, source: str) -> Iterator[dict[str, Any]]:
 
 def learner_of(drafter: str) -> Callable[[LearnTask, DataOptions, Console], dict[str, Any]]:
     """What trains a drafter on. Raises InputError for one that has nothing to train."""
-    from outrider import catalog
-    from outrider.heads.spec import HeadSpec
-    from outrider.training import task as training
-    from outrider.training.options import DistillOptions
+    with progress.importing():
+        from outrider import catalog
+        from outrider.heads.spec import HeadSpec
+        from outrider.training import task as training
+        from outrider.training.options import DistillOptions
 
     part = catalog.make("drafter", drafter)
     name, path = catalog.name_of(part), str(getattr(part, "path", ""))

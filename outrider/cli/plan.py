@@ -73,17 +73,18 @@ def plan(
         drafters: More drafters to compare.
         flags_for: The engine whose flags are printed.
     """
-    from outrider.assembly import completed
-    from outrider.cli.bench import numbers
-    from outrider.cli.opened import opened
-    from outrider.cli.plan_printed import print_advice, print_loads, record_values
-    from outrider.cli.printed import print_json
-    from outrider.plan.exports import ENGINES, exported
-    from outrider.plan.prediction import Planner
-    from outrider.plan.roofline import device_of, estimated
-    from outrider.plan.simulation import simulate
-    from outrider.plan.verdict import Advice
-    from outrider.plan.ways import DraftConfiguration
+    with progress.importing():
+        from outrider.assembly import completed
+        from outrider.cli.bench import numbers
+        from outrider.cli.opened import opened
+        from outrider.cli.plan_printed import print_advice, print_loads, record_values
+        from outrider.cli.printed import print_json
+        from outrider.plan.exports import ENGINES, exported
+        from outrider.plan.prediction import Planner
+        from outrider.plan.roofline import device_of, estimated
+        from outrider.plan.simulation import simulate
+        from outrider.plan.verdict import Advice
+        from outrider.plan.ways import DraftConfiguration
 
     wanted = [int(each) for each in numbers("requests", options.requests, whole=True)]
     rates = [] if options.rate is None else numbers("rate", options.rate)

@@ -39,7 +39,7 @@ def experts(
     as_json: Json = False,
 ) -> None:
     """Write a mixture-of-experts model with fewer experts, by what a text needs."""
-    with progress.shown("loading the libraries"):
+    with progress.importing():
         from outrider.cli.prune import PruneOptions, prune_experts
 
     job = PruneOptions(target=target, device=device, data=texts, out=out, num_tokens=num_tokens, as_json=as_json)
@@ -61,7 +61,7 @@ def shape(
     as_json: Json = False,
 ) -> None:
     """Write a model of a smaller shape, with the parts that matter most on a text. A size not given stays."""
-    with progress.shown("loading the libraries"):
+    with progress.importing():
         from outrider.cli.prune import PruneOptions, prune_shape
 
     job = PruneOptions(target=target, device=device, data=texts, out=out, num_tokens=num_tokens, as_json=as_json)
@@ -86,7 +86,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Say which shape of a draft model pays on this machine, before one is trained."""
-    with progress.shown("loading the libraries"):
+    with progress.importing():
         from outrider.cli.prune import plan
 
     plan(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.cli.learn import LearnOptions
 from outrider.cli.supported import ENGINE, VLLM
+from outrider.core import progress
 from outrider.core.inputs import InputError, needs, parse_json, shown, text_of, unknown
 from outrider.serve.limits import Limits
 from outrider.serve.vllm.options import EngineOptions
@@ -149,12 +150,13 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptio
     ENGINE.check(options)
     options.check_reach()
     check_extra()
-    from outrider.cli.opened import opened
-    from outrider.serve.app import make_app
-    from outrider.serve.observe.logs import use_json
-    from outrider.serve.observe.traces import Traces
-    from outrider.serve.run.service import Service
-    from outrider.serve.server import Endings, bound_socket, run, url_of
+    with progress.importing():
+        from outrider.cli.opened import opened
+        from outrider.serve.app import make_app
+        from outrider.serve.observe.logs import use_json
+        from outrider.serve.observe.traces import Traces
+        from outrider.serve.run.service import Service
+        from outrider.serve.server import Endings, bound_socket, run, url_of
 
     learn.check(setup)
     settings = options.settings(setup)

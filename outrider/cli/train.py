@@ -198,10 +198,9 @@ def steer(
 
 def _answer(task: AnswerTask) -> None:
     """Answer the prompts, and print what was done."""
-    from outrider.cli.opened import opened
-    from outrider.cli.printed import note_room, print_json
-
     with _training():
+        from outrider.cli.opened import opened
+        from outrider.cli.printed import note_room, print_json
         from outrider.training.data.records import read_documents
         from outrider.training.data.regenerate import AnswerOptions, regenerate
         from outrider.training.data.sources import DatasetPart

@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from outrider.core.watcher import Watcher
@@ -183,6 +183,11 @@ def shown(what: str | None = None) -> Iterator[None]:
     finally:
         display, _display = _display, None
         display.stop()
+
+
+def importing() -> AbstractContextManager[None]:
+    """Show that libraries are imported. Torch and transformers take seconds."""
+    return shown("loading the libraries")
 
 
 @contextmanager
