@@ -4,13 +4,13 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from outrider.core.inputs import InputError
 from outrider.serve.api import admin, chat, completions, messages, models, responses
 from outrider.serve.api.bodies import ChatBody, CompletionBody, DetokenizeBody, DrafterBody, TokenizeBody
-from outrider.serve.api.errors import ClientGone, error_response, served
+from outrider.serve.api.errors import error_response, served
 from outrider.serve.api.front import Front
 from outrider.serve.api.gateway import Gateway
 from outrider.serve.api.messages_body import CountRequest, MessagesRequest
@@ -44,7 +44,7 @@ def make_app(service: Service, settings: HttpSettings | None = None, traces: Tra
     for kind in (ServeError, InputError):
         app.add_exception_handler(kind, _refused)
     app.add_exception_handler(HTTPException, _not_found)
-    app.add_exception_handler(ClientGone, _left)
+    app.add_exception_handler(ClientDisconnect, _left)
     if settings.origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Front, gateway=gateway)

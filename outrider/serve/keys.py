@@ -13,7 +13,7 @@ class Keys:
     Example:
         >>> keys = Keys(["abc"])
         >>> keys.owner(Headers({"authorization": "Bearer abc"})), keys.owner(Headers({"x-api-key": "abd"}))
-        (0, None)
+        ('0', None)
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
@@ -22,14 +22,14 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def owner(self, headers: Headers) -> int | None:
-        """Number of the key that a client sent; None if it sent none of them. Takes the same time for all keys."""
+    def owner(self, headers: Headers) -> str | None:
+        """The number of the key that a client sent; None if it sent none of them. Takes the same time for all keys."""
         scheme, _, credentials = headers.get("authorization", "").partition(" ")
         sent = credentials.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         digest, owner = _digest(sent), None
         for i, known in enumerate(self._digests):
             if secrets.compare_digest(known, digest):
-                owner = i
+                owner = str(i)
         return owner
 
 

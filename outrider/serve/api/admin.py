@@ -9,10 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from outrider.core.inputs import unknown
-from outrider.serve.api.bodies import DrafterBody
+from outrider.serve.api.bodies import DrafterBody, read, save
 from outrider.serve.api.gateway import Gateway, gateway_of
 from outrider.serve.api.openapi import CHECKED, body_of
-from outrider.serve.api.read import read, save
 from outrider.serve.api.sse import json_response
 from outrider.serve.errors import ServeError, refuse
 from outrider.serve.keys import Keys

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from outrider import catalog
@@ -14,19 +14,17 @@ from outrider.constraints.grammar import Grammar
 from outrider.core.constraint import Constraint
 from outrider.engine.requests import nth
 from outrider.engine.text import Ending
-from outrider.serve.api.errors import ClientGone, openai_error, served
+from outrider.serve.api.errors import openai_error, served
 from outrider.serve.api.gateway import Gateway
 from outrider.serve.api.request import AnswerFormat, ClientRequest, RequestPrompt
 from outrider.serve.api.sse import DONE, KEEP_ALIVE, EventStream, Form, event, gone, json_response
 from outrider.serve.api.usage import metrics_of, usage_of
-from outrider.serve.errors import LEFT
 from outrider.serve.ids import request_id
 from outrider.serve.observe.record import RequestRecord
 from outrider.serve.run.outputs import Delta, OutputStream, merged
 from outrider.serve.run.parser import PlainReader
-from outrider.serve.run.task import OutputTask
+from outrider.serve.run.task import OutputTask, Ticket
 from outrider.serve.run.thinking import BehindThinking
-from outrider.serve.run.ticket import Ticket
 
 Result = TypeVar("Result")
 
@@ -40,6 +38,7 @@ class Call:
         outputs: Its outputs, in the order of its answer: those of one prompt follow each other.
         created: When it was submitted, in seconds since 1970.
         error: The code of the error that ended it; None if none did.
+        tickets: Those of its outputs; none where it asks for no tokens.
     """
 
     gateway: Gateway
@@ -50,35 +49,18 @@ class Call:
     created: int = field(default_factory=lambda: int(time.time()))
     error: str | None = None
     _began: float = field(default_factory=time.monotonic)
-    _tickets: list[Ticket] = field(default_factory=list)
-
-    @classmethod
-    def submit(cls, gateway: Gateway, http: Request, request: ClientRequest) -> "Call":
-        """Queue all outputs, or none. A request for no tokens is not queued.
-
-        Raises:
-            ServeError, InputError: An output cannot be run, or there is no room.
-        """
-        name, state = request.name, http.scope["state"]
-        named = name is not None and http.headers.get("x-request-id") is None
-        id = gateway.unique(request_id(name) if named else state["request_id"])
-        outputs = outputs_of(gateway, request, id, None if state["key"] is None else str(state["key"]))
-        call = cls(gateway=gateway, http=http, id=id, request=request, outputs=outputs)
-        if request.most_tokens != 0:
-            call._tickets = gateway.service.submit([output.task for output in outputs])
-        gateway.running.add(id)
-        return call
+    tickets: list[Ticket] = field(default_factory=list)
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """What comes, in the order in which it comes. Leaving early cancels the rest."""
         try:
-            if len(self._tickets) == 1:
+            if len(self.tickets) == 1:
                 # No task stands between a single output and its reader.
-                async for update in self._tickets[0]:
+                async for update in self.tickets[0]:
                     if (delta := self.outputs[0].take(update)) is not None:
                         yield delta
-            elif self._tickets:
-                async for delta in merged(self.outputs, self._tickets):
+            elif self.tickets:
+                async for delta in merged(self.outputs, self.tickets):
                     yield delta
         except Exception as error:
             self.error = served(error).code
@@ -88,7 +70,7 @@ class Call:
 
     def close(self) -> None:
         """Cancel what still runs."""
-        for ticket in self._tickets:
+        for ticket in self.tickets:
             ticket.cancel()
         if self.id in self.gateway.running:
             self.gateway.running.discard(self.id)
@@ -97,7 +79,7 @@ class Call:
 
     def _record(self) -> None:
         """Leave what the log says of the request, and make its span."""
-        gateway, outputs, traces = self.gateway, self.outputs if self._tickets else [], self.gateway.traces
+        gateway, outputs, traces = self.gateway, self.outputs if self.tickets else [], self.gateway.traces
         with_text = gateway.settings.log_text or (traces is not None and traces.content)
         decode = gateway.service.tokenizer.decode
         usage = usage_of(outputs)
@@ -119,7 +101,7 @@ class Call:
             texts=[None if each.output is None else each.output.text for each in outputs] if with_text else (),
         )
         self.http.scope["state"]["record"] = record.log_fields(with_text=gateway.settings.log_text)
-        if traces is not None and self._tickets:
+        if traces is not None and self.tickets:
             traces.add(self.http.headers, record)
 
 
@@ -221,8 +203,19 @@ class Writer:
 async def respond(
     gateway: Gateway, http: Request, request: ClientRequest, writer: Callable[[Call], Writer]
 ) -> Response:
-    """Run a request and write its answer. If the client leaves before its end, the outputs are cancelled."""
-    call = Call.submit(gateway, http, request)
+    """Run a request and write its answer. If the client leaves before its end, the outputs are cancelled.
+
+    Raises:
+        ServeError, InputError: An output cannot be run, or there is no room.
+    """
+    name, state = request.name, http.scope["state"]
+    named = name is not None and http.headers.get("x-request-id") is None
+    id = gateway.unique(request_id(name) if named else state["request_id"])
+    outputs = outputs_of(gateway, request, id, state["key"])
+    call = Call(gateway=gateway, http=http, id=id, request=request, outputs=outputs)
+    if request.most_tokens != 0:
+        call.tickets = gateway.service.submit([output.task for output in outputs])
+    gateway.running.add(id)
     written = writer(call)
     if request.format.stream:
         return EventStream(
@@ -235,20 +228,18 @@ async def respond(
         )
     try:
         return json_response(await while_there(http, written.answer()))
-    except ClientGone:
-        return Response(status_code=LEFT)
     finally:
         call.close()
 
 
 async def while_there(http: Request, answer: Awaitable[Result]) -> Result:
-    """The answer. Raises ClientGone, and cancels the work, as soon as the client leaves."""
+    """The answer. Raises ClientDisconnect, and cancels the work, as soon as the client leaves."""
     working = asyncio.ensure_future(answer)
     leaving = asyncio.ensure_future(gone(http.receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone
+            raise ClientDisconnect
         return working.result()
     finally:
         for task in (working, leaving):

@@ -8,19 +8,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from outrider.serve.api.bodies import ChatBody
+from outrider.serve.api.bodies import ChatBody, read
 from outrider.serve.api.call import Writer, respond
-from outrider.serve.api.gateway import Gateway, gateway_of
+from outrider.serve.api.gateway import gateway_of
 from outrider.serve.api.grammars import ToolUse
 from outrider.serve.api.openapi import POSTED, body_of
 from outrider.serve.api.prompts import chat_prompt
-from outrider.serve.api.read import read
-from outrider.serve.api.request import (
-    ClientRequest,
-    admitted,
-    answer_format,
-    request_of,
-)
+from outrider.serve.api.request import admit, answer_format, request_of
 from outrider.serve.api.sse import BLANK, DONE, IDS, Form, event
 from outrider.serve.api.tokens import TokenLogprob
 from outrider.serve.api.usage import usage_so_far
@@ -35,13 +29,9 @@ router = APIRouter()
 async def chat(request: Request) -> Response:
     """Answer the messages of a conversation."""
     gateway = gateway_of(request)
-    body = admitted(gateway, request, await read(request, ChatBody, gateway.service.limits))
-    return await respond(gateway, request, await chat_request(gateway, body), ChatWriter)
-
-
-async def chat_request(gateway: Gateway, body: ChatBody) -> ClientRequest:
-    """The typed request of a body."""
     limits = gateway.service.limits
+    body = await read(request, ChatBody, limits)
+    admit(gateway, request, body)
     tools = ToolUse.of(body.tools, body.tool_choice, several=body.parallel_tool_calls, limits=limits)
     if body.add_generation_prompt and body.continue_final_message and "add_generation_prompt" in body.model_fields_set:
         refuse("continue_final_message", "give add_generation_prompt or continue_final_message, not both")
@@ -51,7 +41,7 @@ async def chat_request(gateway: Gateway, body: ChatBody) -> ClientRequest:
         refuse("max_tokens", "max_completion_tokens must be >= 1; 0 is for completions with echo, got 0")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     format = answer_format(body, limits, logprobs=logprobs, param="top_logprobs")
-    return await request_of(
+    asked = await request_of(
         gateway,
         body,
         chat_prompt(gateway, body, tools),
@@ -60,6 +50,7 @@ async def chat_request(gateway: Gateway, body: ChatBody) -> ClientRequest:
         response_format=body.response_format,
         tools=tools,
     )
+    return await respond(gateway, request, asked, ChatWriter)
 
 
 @dataclass(kw_only=True)

@@ -12,12 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.core.inputs import shown
-from outrider.serve.api.bodies import CompletionBody
+from outrider.serve.api.bodies import CompletionBody, read
 from outrider.serve.api.call import Writer, respond, while_there
 from outrider.serve.api.gateway import Gateway, gateway_of
 from outrider.serve.api.openapi import POSTED, body_of
-from outrider.serve.api.read import read
-from outrider.serve.api.request import ClientRequest, RequestPrompt, admitted, answer_format, request_of
+from outrider.serve.api.request import RequestPrompt, admit, answer_format, request_of
 from outrider.serve.api.sse import BLANK, DONE, IDS, Form, event
 from outrider.serve.api.tokens import Offsets
 from outrider.serve.api.usage import usage_so_far
@@ -34,12 +33,8 @@ USUAL_MOST = 16
 async def complete(request: Request) -> Response:
     """Continue texts or lists of token ids."""
     gateway = gateway_of(request)
-    body = admitted(gateway, request, await read(request, CompletionBody, gateway.service.limits))
-    return await respond(gateway, request, await completion_request(gateway, request, body), CompletionWriter)
-
-
-async def completion_request(gateway: Gateway, http: Request, body: CompletionBody) -> ClientRequest:
-    """The typed request of a body. Log-probabilities of prompts are computed, if anything asks for them."""
+    body = await read(request, CompletionBody, gateway.service.limits)
+    admit(gateway, request, body)
     if body.best_of is not None and body.best_of != body.n:
         refuse_key("best_of", "each of the n outputs is returned; leave it out")
     if body.suffix:
@@ -48,7 +43,7 @@ async def completion_request(gateway: Gateway, http: Request, body: CompletionBo
     if most_tokens == 0 and not body.echo:
         refuse("max_tokens", "max_tokens must be >= 1; 0 is for completions with echo, got 0")
     format = answer_format(body, gateway.service.limits, logprobs=body.logprobs, param="logprobs")
-    request = await request_of(
+    asked = await request_of(
         gateway,
         body,
         await _prompts(gateway, body),
@@ -56,10 +51,11 @@ async def completion_request(gateway: Gateway, http: Request, body: CompletionBo
         format=replace(format, echo=body.echo),
         response_format=body.response_format,
     )
-    counts = [body.logprobs if body.echo else None, body.prompt_logprobs]
-    if asked := [count for count in counts if count is not None]:
-        return replace(request, prompts=await while_there(http, _scored(gateway, request.prompts, max(asked))))
-    return request
+    counts = (body.logprobs if body.echo else None, body.prompt_logprobs)
+    most = max((count for count in counts if count is not None), default=None)
+    if most is not None:
+        asked = replace(asked, prompts=await while_there(request, _scored(gateway, asked.prompts, most)))
+    return await respond(gateway, request, asked, CompletionWriter)
 
 
 @dataclass(kw_only=True)

@@ -34,10 +34,6 @@ FIELDS = frozenset(CompletionBody.model_fields) | frozenset(ChatBody.model_field
 log = logging.getLogger("outrider.serve")
 
 
-class ClientGone(Exception):
-    """The client left before its answer."""
-
-
 def of_input(error: InputError) -> ServeError:
     """The engine's complaint about a request. The field that its sentence begins with is the one at fault."""
     words = str(error).split(maxsplit=2)

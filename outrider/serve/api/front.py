@@ -37,17 +37,10 @@ class Front:
         id = request_id(headers.get("x-request-id"))
         state: dict[str, Any] = scope.setdefault("state", {})
         state |= {"request_id": id, "key": self._keys.owner(headers) if self._keys else None}
-        status, ended, left = 0, False, False
-
-        async def hear() -> Message:
-            nonlocal left
-            message = await receive()
-            left = left or (message["type"] == "http.disconnect" and not ended)
-            return message
+        status = 0
 
         async def answer(message: Message) -> None:
-            nonlocal status, ended
-            ended = message["type"] == "http.response.body" and not message.get("more_body", False)
+            nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 took = f"{1000 * (time.monotonic() - began):.1f}"
@@ -61,23 +54,23 @@ class Front:
         try:
             if self._is_guarded(scope) and state["key"] is None:
                 wrong = ServeError(401, "the key is missing or wrong", headers={"www-authenticate": "Bearer"})
-                await error_response(wrong, scope)(scope, hear, answer)
+                await error_response(wrong, scope)(scope, receive, answer)
             else:
-                await self._app(scope, hear, answer)
+                await self._app(scope, receive, answer)
         except Exception:
             log.exception("request %s failed", id)
             if not status:
                 mistake = ServeError(500, f"the server made a mistake; its log says more under {id}")
-                await error_response(mistake, scope)(scope, hear, answer)
+                await error_response(mistake, scope)(scope, receive, answer)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            seconds, status = time.monotonic() - began, LEFT if left else status
+            seconds, status = time.monotonic() - began, LEFT if state.get("left") else status
             gateway.service.metrics.note_answer(route, status, seconds)
             line = {"id": id, "route": route, "status": status, "seconds": round(seconds, 6)}
             note_request(log, line | state.get("record", {}))
             # A request that ran has a span already.
             if gateway.traces is not None and status >= 400 and "record" not in state:
-                code = state.get("code", "client_left" if left else "internal_error")
+                code = state.get("code", "client_left" if status == LEFT else "internal_error")
                 gateway.traces.add_refused(headers, id, scope["path"], status, code, seconds)
 
     def _is_guarded(self, scope: Scope) -> bool:

@@ -8,8 +8,7 @@ from typing import Any
 
 from outrider.constraints.grammar import Grammar, any_json, choice, json_schema, regex, rules, structural_tag
 from outrider.core.inputs import InputError
-from outrider.serve.api.bodies import NamedTool, ResponseFormat, StructuredOutputs, Tool
-from outrider.serve.api.read import deeper
+from outrider.serve.api.bodies import NamedTool, ResponseFormat, StructuredOutputs, Tool, deeper
 from outrider.serve.errors import refuse, refuse_key
 from outrider.serve.limits import Limits
 

@@ -4,13 +4,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from outrider.serve.api.bodies import read
 from outrider.serve.api.call import respond
 from outrider.serve.api.gateway import gateway_of
 from outrider.serve.api.messages_body import CountRequest, MessagesRequest
 from outrider.serve.api.messages_writer import MessageWriter
 from outrider.serve.api.openapi import ANTHROPICS_ERROR, CHECKED, MESSAGES, answers, body_of, errors
-from outrider.serve.api.read import read
-from outrider.serve.api.request import AnswerFormat, admitted, request_of
+from outrider.serve.api.request import AnswerFormat, admit, request_of
 from outrider.serve.api.sse import json_response
 
 router = APIRouter()
@@ -21,7 +21,8 @@ COUNTED = errors(*(int(status) for status in CHECKED), schema=ANTHROPICS_ERROR) 
 async def messages(request: Request) -> Response:
     """Answer the messages of a conversation."""
     gateway = gateway_of(request)
-    body = admitted(gateway, request, await read(request, MessagesRequest, gateway.service.limits))
+    body = await read(request, MessagesRequest, gateway.service.limits)
+    admit(gateway, request, body)
     body.check()
     tools = body.tool_use(gateway)
     asked = await request_of(

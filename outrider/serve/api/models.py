@@ -11,12 +11,11 @@ from starlette.responses import Response
 
 from outrider import catalog
 from outrider.lengths.experience import Experience
-from outrider.serve.api.bodies import DetokenizeBody, TokenizeBody
+from outrider.serve.api.bodies import DetokenizeBody, TokenizeBody, read
 from outrider.serve.api.gateway import Gateway, gateway_of
 from outrider.serve.api.grammars import ToolUse
 from outrider.serve.api.openapi import CHECKED, answers, body_of, errors
 from outrider.serve.api.prompts import chat_prompt
-from outrider.serve.api.read import read
 from outrider.serve.api.sse import json_response
 from outrider.serve.errors import refuse
 

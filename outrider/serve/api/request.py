@@ -4,7 +4,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 
@@ -19,12 +19,12 @@ from outrider.serve.api.bodies import (
     ResponseFormat,
     SamplingBody,
     SpeculationBody,
+    checked,
 )
 from outrider.serve.api.errors import of_input
 from outrider.serve.api.gateway import Gateway
 from outrider.serve.api.grammars import ToolUse, grammar_of
 from outrider.serve.api.prompts import text_of
-from outrider.serve.api.read import checked
 from outrider.serve.errors import ServeError, refuse, refuse_key
 from outrider.serve.limits import Limits
 from outrider.serve.run.task import RequestSpeculation
@@ -64,7 +64,6 @@ NESTED = ("vllm_xargs", "extra_body")
 """Fields in which clients nest the fields of other servers."""
 DEPTH = "speculative.n_max"
 """llama.cpp's name for the deepest draft."""
-Asked = TypeVar("Asked", bound=SamplingBody)
 PRIORITIES = ("x-outrider-priority", "x-vllm-priority")
 
 
@@ -140,15 +139,15 @@ class ClientRequest:
     came: float = field(default_factory=time.monotonic)
 
 
-def admitted(gateway: Gateway, http: Request, body: Asked) -> Asked:
-    """The body with what headers say. Raises ServeError for a model, a priority or a field that cannot be followed."""
+def admit(gateway: Gateway, http: Request, body: SamplingBody) -> None:
+    """Take what headers say into a body. Raises ServeError for a model, priority or field that cannot be followed."""
     extra = body.model_extra or {}
     gateway.check_model(body.model)
     for name in PRIORITIES:
         if (header := http.headers.get(name)) is not None:
             if not header.strip().lstrip("-").isdecimal() or len(header) > 9:
                 refuse("priority", f"{name} must be a whole number, got {shown(header)}")
-            body = body.model_copy(update={"priority": int(header)})
+            body.priority = int(header)
     gateway.note_unknown(extra)
     if extra.get("n") not in (None, 1):
         refuse_key("n", "one output is made")
@@ -160,7 +159,6 @@ def admitted(gateway: Gateway, http: Request, body: Asked) -> Asked:
             refuse_key(name, "leave it out")
     if body.priority != 0 and not gateway.settings.priorities:
         refuse("priority", "this server serves in order of arrival; leave priority out, or start it with --priority")
-    return body
 
 
 async def request_of(

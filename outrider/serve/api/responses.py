@@ -6,11 +6,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from outrider.serve.api.bodies import read
 from outrider.serve.api.call import respond
 from outrider.serve.api.gateway import gateway_of
 from outrider.serve.api.openapi import POSTED, body_of, errors
-from outrider.serve.api.read import read
-from outrider.serve.api.request import AnswerFormat, admitted, request_of
+from outrider.serve.api.request import AnswerFormat, admit, request_of
 from outrider.serve.api.responses_body import ResponsesRequest
 from outrider.serve.api.responses_writer import ResponseWriter
 from outrider.serve.errors import ServeError
@@ -23,7 +23,8 @@ UNSTORED = errors(401, 404)
 async def responses(request: Request) -> Response:
     """Answer an input of messages, calls and their outputs."""
     gateway = gateway_of(request)
-    body = admitted(gateway, request, await read(request, ResponsesRequest, gateway.service.limits))
+    body = await read(request, ResponsesRequest, gateway.service.limits)
+    admit(gateway, request, body)
     body.check(gateway.service.limits.max_logprobs)
     tools = body.tool_use(gateway)
     asked = await request_of(

@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from outrider.core.inputs import shown
-from outrider.serve.api.bodies import Effort, NamedTool, ResponseFormat, SamplingBody, Tool
+from outrider.serve.api.bodies import Effort, NamedTool, ResponseFormat, SamplingBody, Tool, checked
 from outrider.serve.api.gateway import Gateway
 from outrider.serve.api.grammars import ToolUse
 from outrider.serve.api.prompts import arguments_of, field_of, listed, template_arguments, text_of
-from outrider.serve.api.read import checked
 from outrider.serve.errors import refuse_field, refuse_key
 from outrider.serve.run.templates import ChatPrompt
 

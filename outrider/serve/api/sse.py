@@ -125,7 +125,9 @@ class EventStream(StreamingResponse):
         watching = asyncio.ensure_future(self._watch(send, sending))
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if sending.done() and not sending.cancelled():
+            if not sending.done():
+                scope["state"]["left"] = True
+            elif not sending.cancelled():
                 sending.result()
         finally:
             await _cancelled(sending, leaving, watching)

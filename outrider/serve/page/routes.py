@@ -12,21 +12,19 @@ from starlette.responses import Response, StreamingResponse
 from outrider.engine.kinds import kinds
 from outrider.engine.output import Update
 from outrider.engine.text import TextStream
-from outrider.serve.api.bodies import ChatMessage, GenerationBody
+from outrider.serve.api.bodies import ChatMessage, GenerationBody, read
 from outrider.serve.api.call import outputs_of
 from outrider.serve.api.errors import openai_error, served
 from outrider.serve.api.gateway import Gateway, gateway_of
 from outrider.serve.api.openapi import OPENAIS, answers, body_of, errors
 from outrider.serve.api.prompts import messages_of
-from outrider.serve.api.read import read
-from outrider.serve.api.request import RequestPrompt, admitted, answer_format, request_of
+from outrider.serve.api.request import RequestPrompt, admit, answer_format, request_of
 from outrider.serve.api.sse import DONE, EventStream, event
 from outrider.serve.errors import ServeError, refuse
 from outrider.serve.ids import request_id
 from outrider.serve.page.trees import ShownNode, Trees
-from outrider.serve.run.task import OutputTask
+from outrider.serve.run.task import OutputTask, Ticket
 from outrider.serve.run.templates import ChatPrompt
-from outrider.serve.run.ticket import Ticket
 
 FILES = {
     "": ("index.html", "text/html; charset=utf-8"),
@@ -83,7 +81,8 @@ async def stream(request: Request) -> EventStream:
     recovered, bonus or plain.
     """
     gateway = gateway_of(request)
-    body = admitted(gateway, request, await read(request, PageBody, gateway.service.limits))
+    body = await read(request, PageBody, gateway.service.limits)
+    admit(gateway, request, body)
     task = await _task(gateway, request, body)
     trees = trees_of(request) if body.tree else None
     # Before the task begins: its first step may end at once.
@@ -136,10 +135,7 @@ async def _task(gateway: Gateway, http: Request, body: PageBody) -> OutputTask:
         format=answer_format(body, service.limits, logprobs=None, param="logprobs"),
         response_format=body.response_format,
     )
-    key = http.scope["state"]["key"]
-    [output] = outputs_of(
-        gateway, request, gateway.unique(f"page-{request_id(None)}"), None if key is None else str(key)
-    )
+    [output] = outputs_of(gateway, request, gateway.unique(f"page-{request_id(None)}"), http.scope["state"]["key"])
     return output.task
 
 

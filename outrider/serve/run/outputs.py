@@ -10,8 +10,7 @@ from outrider.engine.text import Ending
 from outrider.serve.errors import ServeError
 from outrider.serve.observe.record import OutputTally
 from outrider.serve.run.parser import OutputReader, Piece, PlainReader
-from outrider.serve.run.task import OutputTask
-from outrider.serve.run.ticket import Ticket
+from outrider.serve.run.task import OutputTask, Ticket
 
 
 @dataclass(frozen=True, kw_only=True)

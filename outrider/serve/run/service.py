@@ -31,9 +31,8 @@ from outrider.serve.observe.metrics import ServerMetrics
 from outrider.serve.run.cpu_limit import Limited
 from outrider.serve.run.renewal import Renewal
 from outrider.serve.run.slots import QueueSlots
-from outrider.serve.run.task import OutputTask, RequestSpeculation
+from outrider.serve.run.task import OutputTask, RequestSpeculation, Ticket
 from outrider.serve.run.templates import ChatPrompt, encode_chat
-from outrider.serve.run.ticket import Ticket
 from outrider.serve.run.worker import Worker
 
 State = Literal["ready", "draining", "stalled", "engine_dead"]
@@ -177,8 +176,19 @@ class Service:
             raise EngineDead
         if self._draining:
             raise Draining
-        loop = asyncio.get_running_loop()
-        tickets = [self._ticket(task, loop) for task in tasks]
+        loop, latest = asyncio.get_running_loop(), time.monotonic() + self.limits.request_timeout
+        tickets = []
+        for task in tasks:
+            drafter = self._drafter(task.speculation)
+            ticket = Ticket(
+                self.engine.request(task.prompt, id=task.id, options=_options(task)),
+                loop=loop,
+                limits=self.limits,
+                deadline=latest if task.deadline is None else task.deadline,
+                drafter=drafter,
+                on_cancel=self._worker.cancel,
+            )
+            tickets.append(ticket)
         try:
             self.slots.take(tasks, retry_after=self.metrics.wait(self.slots.waiting, self.engine.max_slots))
         except QueueFull as full:
@@ -280,29 +290,8 @@ class Service:
     async def _in(self, pool: ThreadPoolExecutor, function: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(pool, function)
 
-    def _ticket(self, task: OutputTask, loop: asyncio.AbstractEventLoop) -> Ticket:
-        """What the worker gets of a task. Raises InputError if it cannot be run."""
-        asked = task.speculation
-        self._check(asked)
-        options = replace(
-            task.options,
-            max_draft_tokens=0 if asked.off else _least(asked.max_tokens, task.options.max_draft_tokens),
-            max_draft_context=_least(asked.max_context, task.options.max_draft_context),
-            owner=task.owner,
-        )
-        newest = asked.drafter is None or (self._learns and asked.drafter == self.drafter)
-        latest = time.monotonic() + self.limits.request_timeout
-        return Ticket(
-            self.engine.request(task.prompt, id=task.id, options=options),
-            loop=loop,
-            limits=self.limits,
-            deadline=latest if task.deadline is None else task.deadline,
-            drafter=self._plain if asked.off else None if newest else self.drafters[str(asked.drafter)],
-            on_cancel=self._worker.cancel,
-        )
-
-    def _check(self, asked: RequestSpeculation) -> None:
-        """Raise InputError for drafts that the engine cannot make."""
+    def _drafter(self, asked: RequestSpeculation) -> Drafter | None:
+        """The drafter of a task; None for the usual one. Raises InputError for drafts that the engine cannot make."""
         for name in ("max_tokens", "max_context"):
             value = getattr(asked, name)
             if value is not None and whole(f"speculation.{name}", value) < 0:
@@ -316,6 +305,10 @@ class Service:
                     f"speculation.{name} {wanted!r} is not served: all requests of a step share one {name}, and this "
                     f"server was started with {served!r}"
                 )
+        if asked.off:
+            return self._plain
+        newest = asked.drafter is None or (self._learns and asked.drafter == self.drafter)
+        return None if newest else self.drafters[str(asked.drafter)]
 
 
 def _renewed(renewal: Renewal, name: str, weights: Path) -> Drafter:
@@ -324,6 +317,17 @@ def _renewed(renewal: Renewal, name: str, weights: Path) -> Drafter:
         return renewal.renewed(name, weights)
     finally:
         release_threads()
+
+
+def _options(task: OutputTask) -> Generation:
+    """What is asked of an output, the limits of its drafts among it."""
+    asked, options = task.speculation, task.options
+    return replace(
+        options,
+        max_draft_tokens=0 if asked.off else _least(asked.max_tokens, options.max_draft_tokens),
+        max_draft_context=_least(asked.max_context, options.max_draft_context),
+        owner=task.owner,
+    )
 
 
 def _least(one: int | None, other: int | None) -> int | None:

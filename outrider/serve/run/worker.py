@@ -23,7 +23,7 @@ from outrider.host.threads import release_threads
 from outrider.serve.errors import EngineDead, ServeError, TimedOut
 from outrider.serve.observe.metrics import ServerMetrics
 from outrider.serve.run.slots import QueueSlots
-from outrider.serve.run.ticket import Ticket
+from outrider.serve.run.task import Ticket
 
 log = logging.getLogger("outrider.serve")
 PAUSE = 0.5
@@ -175,7 +175,7 @@ class Worker:
         for ticket in tickets:
             self._slots.leave(ticket.id)
             with contextlib.suppress(RuntimeError):
-                ticket.loop.call_soon_threadsafe(ticket.put, error)
+                ticket.loop.call_soon_threadsafe(Ticket.put, [(ticket, error)])
 
     def _call(self, function: Callable[[], Any], future: "Future[Any]") -> None:
         """Call a function for somebody who waits for its result."""
@@ -269,7 +269,7 @@ class Worker:
         self._out = []
         for loop, updates in loops.items():
             try:
-                loop.call_soon_threadsafe(_put, updates)
+                loop.call_soon_threadsafe(Ticket.put, updates)
             except RuntimeError:
                 self._unread += [ticket.id for ticket, _ in updates]
 
@@ -284,12 +284,6 @@ class Worker:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._intake.get_nowait().refuse(self._ended_by or EngineDead())
-
-
-def _put(updates: Sequence[tuple[Ticket, Update | ServeError]]) -> None:
-    """Give readers their updates; on their event loop."""
-    for ticket, update in updates:
-        ticket.put(update)
 
 
 def _failure(output: Output) -> ServeError:

@@ -6,9 +6,9 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from outrider.serve.api.bodies import checked
 from outrider.serve.api.gateway import Gateway
 from outrider.serve.api.grammars import ToolUse
-from outrider.serve.api.read import checked
 from outrider.serve.api.request import AnswerFormat
 from outrider.serve.api.responses_body import ResponsesRequest
 from outrider.serve.api.responses_writer import ResponseWriter

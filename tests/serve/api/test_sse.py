@@ -41,7 +41,7 @@ class Wire:
             close=close,
             **{"keep_alive": 5.0, "patience": 5.0, **options},
         )
-        await stream({"type": "http"}, self.receive, self.send)
+        await stream({"type": "http", "state": {}}, self.receive, self.send)
 
 
 def test_json_has_no_line_breaks_that_a_client_could_see() -> None:

@@ -23,7 +23,7 @@ def test_events_are_handed_over_when_the_next_forward_begins_or_else_after_their
         return found
 
     def posted(loop, call, *arguments, **options):
-        if call is worker._put:
+        if call is worker.Ticket.put:
             log.append("handed over")
         return post(loop, call, *arguments, **options)
 

@@ -1,16 +1,29 @@
 """Bodies of requests: what is no JSON, too deep, or of the wrong kind."""
 
-import pytest
+import asyncio
+from typing import Any
 
-from outrider.serve.api.bodies import ChatBody, CompletionBody
-from outrider.serve.api.read import checked, parsed
+import pytest
+from starlette.requests import Request
+
+from outrider.serve.api.bodies import Body, ChatBody, CompletionBody, checked, read
 from outrider.serve.errors import ServeError
+from outrider.serve.limits import Limits
 
 
 def error_of(value: object, model: type = CompletionBody) -> ServeError:
     with pytest.raises(ServeError) as found:
         checked(model, value)
     return found.value
+
+
+def model_of(body: bytes) -> Body:
+    """The model that a request with this body is read as."""
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return asyncio.run(read(Request({"type": "http", "headers": []}, receive), Body, Limits(max_json_depth=64)))
 
 
 @pytest.mark.parametrize(
@@ -26,19 +39,20 @@ def error_of(value: object, model: type = CompletionBody) -> ServeError:
         b"[" * 100_000,
         b"1" * 1_000_000,
         b"{} {}",
+        b"[]",
     ],
 )
-def test_no_json_is_refused(body: bytes) -> None:
+def test_what_is_no_object_of_json_is_refused(body: bytes) -> None:
     with pytest.raises(ServeError) as found:
-        parsed(body, 64)
+        model_of(body)
     assert (found.value.status, found.value.code) == (400, "invalid_json")
 
 
 def test_depth_is_counted_exactly() -> None:
-    assert parsed(b"[" * 64 + b"]" * 64, 64)
-    assert parsed(b'{"a":' * 64 + b"1" + b"}" * 64, 64)
+    assert model_of(b'{"a":' + b"[" * 63 + b"]" * 63 + b"}").model_extra
+    assert model_of(b'{"a":' * 64 + b"1" + b"}" * 64).model_extra
     with pytest.raises(ServeError, match="more than 64 levels"):
-        parsed(b"[" * 65 + b"]" * 65, 64)
+        model_of(b'{"a":' + b"[" * 64 + b"]" * 64 + b"}")
 
 
 def test_null_counts_as_not_given() -> None:
