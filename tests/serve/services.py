@@ -10,8 +10,8 @@ from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation
 from outrider.engine.output import Output, Update
 from outrider.serve.errors import ServeError
+from outrider.serve.run.outputs import OutputTask, Ticket
 from outrider.serve.run.service import Service
-from outrider.serve.run.task import OutputTask, Ticket
 
 GREEDY = Sampling(temperature=0, seed=0)
 

@@ -12,9 +12,8 @@ from outrider.engine.output import Output, Times
 from outrider.serve.api.call import Call, Writer
 from outrider.serve.api.gateway import Gateway
 from outrider.serve.api.request import AnswerFormat, ClientRequest, RequestPrompt
-from outrider.serve.run.outputs import Delta, OutputEnd, OutputStream
+from outrider.serve.run.outputs import Delta, OutputEnd, OutputStream, OutputTask, RequestSpeculation
 from outrider.serve.run.parser import Piece
-from outrider.serve.run.task import OutputTask, RequestSpeculation
 
 Event = dict[str, Any]
 

@@ -12,7 +12,7 @@ from outrider.core.inputs import unknown
 from outrider.serve.api.bodies import DrafterBody, read, save
 from outrider.serve.api.gateway import Gateway, gateway_of
 from outrider.serve.api.openapi import CHECKED, body_of
-from outrider.serve.api.sse import json_response
+from outrider.serve.api.sse import JsonResponse
 from outrider.serve.errors import ServeError, refuse
 from outrider.serve.keys import Keys
 from outrider.serve.observe.answers_log import ROUTE
@@ -36,7 +36,7 @@ async def swap(request: Request) -> Response:
     if asked not in drafters:
         refuse("drafter", str(unknown("drafter", asked, drafters)))
     await gateway.service.swap(drafters[asked])
-    return json_response({"drafter": asked})
+    return JsonResponse({"drafter": asked})
 
 
 @router.put("/v1/admin/drafter/{drafter}/weights", responses=CHECKED, openapi_extra=OF_WEIGHTS)
@@ -52,7 +52,7 @@ async def renew(request: Request) -> Response:
         place = Path(scratch) / WEIGHTS
         await save(request, place, service.renewal.most_bytes(asked))
         await service.renew(asked, place)
-    return json_response({"drafter": asked})
+    return JsonResponse({"drafter": asked})
 
 
 @router.get(ROUTE, include_in_schema=False)

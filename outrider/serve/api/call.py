@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -15,15 +15,13 @@ from outrider.core.constraint import Constraint
 from outrider.engine.requests import nth
 from outrider.engine.text import Ending
 from outrider.serve.api.errors import openai_error, served
-from outrider.serve.api.gateway import Gateway
+from outrider.serve.api.gateway import Gateway, request_id
 from outrider.serve.api.request import AnswerFormat, ClientRequest, RequestPrompt
-from outrider.serve.api.sse import DONE, KEEP_ALIVE, EventStream, Form, event, gone, json_response
-from outrider.serve.api.usage import metrics_of, usage_of
-from outrider.serve.ids import request_id
+from outrider.serve.api.sse import DONE, KEEP_ALIVE, EventStream, Form, JsonResponse, event, gone
+from outrider.serve.api.usage import metrics_of, usage_of, usage_so_far
 from outrider.serve.observe.record import RequestRecord
-from outrider.serve.run.outputs import Delta, OutputStream, merged
+from outrider.serve.run.outputs import Delta, OutputStream, OutputTask, Ticket, merged
 from outrider.serve.run.parser import PlainReader
-from outrider.serve.run.task import OutputTask, Ticket
 from outrider.serve.run.thinking import BehindThinking
 
 Result = TypeVar("Result")
@@ -115,7 +113,6 @@ class Writer:
 
     pulse = KEEP_ALIVE
     call: Call
-    _forms: list[Form] = field(default_factory=list)
 
     @property
     def gateway(self) -> Gateway:
@@ -151,25 +148,6 @@ class Writer:
         """The answer at once, behind all deltas."""
         raise NotImplementedError
 
-    def _choices(self, kind: str, prefix: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """An object of OpenAI's that holds choices.
-
-        Args:
-            prefix: The beginning of its id.
-        """
-        return {
-            "id": f"{prefix}-{self.call.id}",
-            "object": kind,
-            "created": self.call.created,
-            "model": self.gateway.name,
-            "choices": choices,
-        }
-
-    def _sums(self) -> dict[str, Any]:
-        """The numbers of tokens, and the speed."""
-        outputs = self.call.outputs
-        return {"usage": usage_of(outputs), "metrics": metrics_of(self.gateway, outputs)}
-
     async def stream(self) -> AsyncIterator[bytes]:
         """All events."""
         kept = self.call.request.kept is not None
@@ -200,6 +178,55 @@ class Writer:
             await log.add(http.scope["state"]["request_id"], http.url.path, kept, answer)
 
 
+@dataclass
+class ChoicesWriter(Writer):
+    """Writes an object of OpenAI's that holds choices, or its chunks. A class of it says what a choice is.
+
+    Attributes:
+        kinds: What the object and a chunk are called.
+        prefix: The beginning of their ids.
+    """
+
+    kinds: ClassVar[tuple[str, str]]
+    prefix: ClassVar[str]
+    _forms: list[Form] = field(default_factory=list)
+
+    def end(self) -> list[bytes]:
+        """The numbers of tokens, if they are wanted, and the end."""
+        if not self.format.usage:
+            return [DONE]
+        outputs = self.call.outputs
+        sums = {"usage": usage_of(outputs), "metrics": metrics_of(self.gateway, outputs)}
+        return [event(self._object(self.kinds[1], []) | sums), DONE]
+
+    def _chunk(self, output: OutputStream, choice: dict[str, Any], *, ended: bool = False) -> bytes:
+        """The event of a choice of an output."""
+        chunk = self._object(self.kinds[1], [choice])
+        if self.format.counts:
+            chunk["usage"] = usage_so_far(output)
+        if ended:
+            chunk["system_fingerprint"] = self.gateway.fingerprint
+        return event(chunk)
+
+    def _answer(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """The answer at once."""
+        outputs = self.call.outputs
+        return self._object(self.kinds[0], choices) | {
+            "usage": usage_of(outputs),
+            "system_fingerprint": self.gateway.fingerprint,
+            "metrics": metrics_of(self.gateway, outputs),
+        }
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"{self.prefix}-{self.call.id}",
+            "object": kind,
+            "created": self.call.created,
+            "model": self.gateway.name,
+            "choices": choices,
+        }
+
+
 async def respond(
     gateway: Gateway, http: Request, request: ClientRequest, writer: Callable[[Call], Writer]
 ) -> Response:
@@ -227,7 +254,7 @@ async def respond(
             pulse=written.pulse,
         )
     try:
-        return json_response(await while_there(http, written.answer()))
+        return JsonResponse(await while_there(http, written.answer()))
     finally:
         call.close()
 

@@ -1,6 +1,7 @@
 """POST /v1/chat/completions."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,15 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.serve.api.bodies import ChatBody, read
-from outrider.serve.api.call import Writer, respond
+from outrider.serve.api.call import ChoicesWriter, respond
 from outrider.serve.api.gateway import gateway_of
 from outrider.serve.api.grammars import ToolUse
 from outrider.serve.api.openapi import POSTED, body_of
 from outrider.serve.api.prompts import chat_prompt
 from outrider.serve.api.request import admit, answer_format, request_of
-from outrider.serve.api.sse import BLANK, DONE, IDS, Form, event
+from outrider.serve.api.sse import BLANK, IDS, Form
 from outrider.serve.api.tokens import TokenLogprob
-from outrider.serve.api.usage import usage_so_far
 from outrider.serve.errors import refuse
 from outrider.serve.run.outputs import Delta, OutputStream
 from outrider.serve.run.parser import Piece
@@ -85,19 +85,18 @@ class _Message:
 
 
 @dataclass
-class ChatWriter(Writer):
+class ChatWriter(ChoicesWriter):
     """Writes a chat completion, or its chunks."""
 
+    kinds, prefix = ("chat.completion", "chat.completion.chunk"), "chatcmpl"
     _messages: defaultdict[int, _Message] = field(default_factory=lambda: defaultdict(_Message))
 
     def begin(self) -> list[bytes]:
         """Nothing; the form of events of content is made, where nothing but text and token ids differs in them."""
         if self.format.logprobs is None and not self.format.counts:
             for output in self.call.outputs:
-                chunk = self._chunk(output, {"content": BLANK}, None)
-                if self._shows_ids:
-                    chunk["choices"][0]["token_ids"] = IDS
-                self._forms.append(Form(chunk))
+                choice = self._choice(output, {"delta": {"content": BLANK}}, ids=IDS)
+                self._forms.append(Form(self._chunk(output, choice)))
         return []
 
     def add(self, delta: Delta) -> list[bytes]:
@@ -110,20 +109,15 @@ class ChatWriter(Writer):
         changes = [change for piece in pieces if (change := self._change(piece)) is not None]
         if not changes and (delta.end or logprobs or (self.format.token_ids and delta.tokens)):
             changes = [{} if delta.end else {"content": ""}]
-        chunks = [self._chunk(output, {"role": "assistant", "content": ""}, None)] if delta.first else []
-        for i, change in enumerate(changes):
-            last = delta.end is not None and i == len(changes) - 1
-            chunk = self._chunk(output, change, logprobs if i == 0 else None, ended=last)
-            if self._shows_ids:
-                chunk["choices"][0]["token_ids"] = list(delta.tokens) if i == 0 else []
-            chunks.append(chunk)
-        return [event(chunk) for chunk in chunks]
-
-    def end(self) -> list[bytes]:
-        """The numbers of tokens, if they are wanted, and the end."""
-        if not self.format.usage:
-            return [DONE]
-        return [event(self._choices("chat.completion.chunk", "chatcmpl", []) | self._sums()), DONE]
+        begun = self._choice(output, {"delta": {"role": "assistant", "content": ""}})
+        chunks = [self._chunk(output, begun)] if delta.first else []
+        ids: Sequence[int] = list(delta.tokens)
+        for i, change in enumerate(changes, 1):
+            ended = delta.end is not None and i == len(changes)
+            choice = self._choice(output, {"delta": change}, logprobs, ids=ids, ended=ended)
+            chunks.append(self._chunk(output, choice, ended=ended))
+            logprobs, ids = None, []
+        return chunks
 
     def take(self, delta: Delta) -> None:
         """Note a delta of an answer that comes at once."""
@@ -138,22 +132,9 @@ class ChatWriter(Writer):
         for output in outputs:
             message = self._messages[output.index]
             fields = {"message": message.json(reasoning=self.format.reasoning)}
-            choice = self._choice(output, fields, message.logprobs, ended=True)
-            if self._shows_ids:
-                choice["token_ids"] = output.tokens
-            choices.append(choice)
-        sums = self._sums()
-        answer = self._choices("chat.completion", "chatcmpl", choices) | {
-            "usage": sums["usage"],
-            "system_fingerprint": self.gateway.fingerprint,
-            "metrics": sums["metrics"],
-        }
+            choices.append(self._choice(output, fields, message.logprobs, ids=output.tokens, ended=True))
+        answer = self._answer(choices)
         return answer | {"prompt_token_ids": list(outputs[0].task.prompt)} if self.format.token_ids else answer
-
-    @property
-    def _shows_ids(self) -> bool:
-        """Whether token ids are shown. They would give hidden reasoning away, as log-probabilities would."""
-        return self.format.token_ids and self.format.reasoning
 
     def _change(self, piece: Piece) -> dict[str, Any] | None:
         """A piece as the `delta` of a chunk; None if it is not shown."""
@@ -167,34 +148,36 @@ class ChatWriter(Writer):
             call = {"index": piece.call, "id": piece.id, "type": "function", "function": function}
         return {"tool_calls": [call]}
 
-    def _chunk(
-        self, output: OutputStream, change: dict[str, Any], logprobs: list[TokenLogprob] | None, *, ended: bool = False
-    ) -> dict[str, Any]:
-        choice = self._choice(output, {"delta": change}, logprobs, ended=ended)
-        chunk = self._choices("chat.completion.chunk", "chatcmpl", [choice])
-        if self.format.counts:
-            chunk["usage"] = usage_so_far(output)
-        if ended:
-            chunk["system_fingerprint"] = self.gateway.fingerprint
-        return chunk
-
     def _choice(
-        self, output: OutputStream, fields: dict[str, Any], logprobs: list[TokenLogprob] | None, *, ended: bool
+        self,
+        output: OutputStream,
+        fields: dict[str, Any],
+        logprobs: list[TokenLogprob] | None = None,
+        *,
+        ids: Sequence[int] | str | None = None,
+        ended: bool = False,
     ) -> dict[str, Any]:
-        """A choice of an answer or a chunk."""
+        """A choice of an answer or a chunk.
+
+        Args:
+            ids: Its token ids, or what stands for them. They would give hidden reasoning away, as log-probabilities
+                would.
+        """
         shows = self.format.logprobs is not None and self.format.reasoning and logprobs is not None
         end, reason = output.end if ended else None, None
         if end is not None:
             # A call that was asked for by name ends like text.
             called = end.called and end.reason == "stop" and not self.call.request.tools.named
             reason = "tool_calls" if called else end.reason
-        return {
+        choice = {
             "index": output.index,
             **fields,
             "logprobs": {"content": logprobs, "refusal": None} if shows else None,
             "finish_reason": reason,
             "stop_reason": None if end is None else end.stopped_by,
         }
+        shows_ids = self.format.token_ids and self.format.reasoning and ids is not None
+        return choice | {"token_ids": ids} if shows_ids else choice
 
     def _logprobs(self, delta: Delta) -> list[TokenLogprob] | None:
         """The log-probabilities of a delta's tokens, where they are shown."""

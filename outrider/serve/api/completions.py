@@ -13,18 +13,16 @@ from starlette.responses import Response
 
 from outrider.core.inputs import shown
 from outrider.serve.api.bodies import CompletionBody, read
-from outrider.serve.api.call import Writer, respond, while_there
+from outrider.serve.api.call import ChoicesWriter, respond, while_there
 from outrider.serve.api.gateway import Gateway, gateway_of
 from outrider.serve.api.openapi import POSTED, body_of
 from outrider.serve.api.request import RequestPrompt, admit, answer_format, request_of
-from outrider.serve.api.sse import BLANK, DONE, IDS, Form, event
+from outrider.serve.api.sse import BLANK, IDS, Form
 from outrider.serve.api.tokens import Offsets
-from outrider.serve.api.usage import usage_so_far
 from outrider.serve.errors import refuse, refuse_key
 from outrider.serve.run.outputs import Delta, OutputStream
 
 router = APIRouter()
-KIND = "text_completion"
 USUAL_MOST = 16
 """Most tokens of an output whose request does not say."""
 
@@ -86,9 +84,10 @@ class _Part:
 
 
 @dataclass
-class CompletionWriter(Writer):
+class CompletionWriter(ChoicesWriter):
     """Writes a completion, or its chunks."""
 
+    kinds, prefix = ("text_completion", "text_completion"), "cmpl"
     _deltas: defaultdict[int, list[Delta]] = field(default_factory=lambda: defaultdict(list))
     # Where the tokens of each output begin, if log-probabilities are asked for.
     _offsets: dict[int, Offsets] = field(default_factory=dict)
@@ -109,27 +108,23 @@ class CompletionWriter(Writer):
             for output in outputs:
                 choice = self._choice(output, blank, begins=False, ended=False)
                 shown = choice | {"token_ids": IDS} if format.token_ids else choice
-                self._forms.append(Form(self._choices(KIND, "cmpl", [shown])))
+                self._forms.append(Form(self._chunk(output, shown)))
         if self.call.request.most_tokens == 0:
-            return [self._chunk(output, self._echoed(output, []), begins=True, ended=True) for output in outputs]
+            return [
+                self._event(output, self._echoed(output, _Part.of([])), begins=True, ended=True) for output in outputs
+            ]
         return []
 
     def add(self, delta: Delta) -> list[bytes]:
         """The chunk of a delta, if it brings anything."""
         ended = delta.end is not None
         if delta.first:
-            return [self._chunk(delta.output, self._echoed(delta.output, [delta]), begins=True, ended=ended)]
+            return [self._event(delta.output, self._echoed(delta.output, _Part.of([delta])), begins=True, ended=ended)]
         if not (delta.pieces or self.format.token_ids or ended or (delta.logprobs and not self._forms)):
             return []
         if self._forms and not ended:
             return [self._forms[delta.output.index].filled(delta.text, delta.tokens)]
-        return [self._chunk(delta.output, _Part.of([delta]), begins=False, ended=ended)]
-
-    def end(self) -> list[bytes]:
-        """The numbers of tokens, if they are wanted, and the end."""
-        if not self.format.usage:
-            return [DONE]
-        return [event(self._choices(KIND, "cmpl", []) | self._sums()), DONE]
+        return [self._event(delta.output, _Part.of([delta]), begins=False, ended=ended)]
 
     def take(self, delta: Delta) -> None:
         """Note a delta of an answer that comes at once."""
@@ -139,20 +134,12 @@ class CompletionWriter(Writer):
         """The answer at once."""
         outputs = self.call.outputs
         self._offsets.clear()
-        parts = [self._echoed(output, self._deltas[output.index]) for output in outputs]
-        choices = [
-            self._choice(output, part, begins=True, ended=True) for output, part in zip(outputs, parts, strict=True)
-        ]
-        sums = self._sums()
-        return self._choices(KIND, "cmpl", choices) | {
-            "usage": sums["usage"],
-            "system_fingerprint": self.gateway.fingerprint,
-            "metrics": sums["metrics"],
-        }
+        parts = [self._echoed(output, _Part.of(self._deltas[output.index])) for output in outputs]
+        return self._answer([self._choice(*each, begins=True, ended=True) for each in zip(outputs, parts, strict=True)])
 
-    def _echoed(self, output: OutputStream, deltas: Sequence[Delta]) -> _Part:
-        """What the first deltas of an output bring, behind the prompt if it is echoed."""
-        part, format, prompt = _Part.of(deltas), self.format, self.call.request.prompts[output.prompt]
+    def _echoed(self, output: OutputStream, part: _Part) -> _Part:
+        """The first part of an output, behind the prompt if it is echoed."""
+        format, prompt = self.format, self.call.request.prompts[output.prompt]
         if format.echo:
             part.text = self._echoes[output.prompt] + part.text
             if format.logprobs is not None and prompt.scores is not None:
@@ -161,13 +148,8 @@ class CompletionWriter(Writer):
                 part.top = [*(_likeliest(each, format.logprobs) for each in prompt.scores.top), *part.top]
         return part
 
-    def _chunk(self, output: OutputStream, part: _Part, *, begins: bool, ended: bool) -> bytes:
-        chunk = self._choices(KIND, "cmpl", [self._choice(output, part, begins=begins, ended=ended)])
-        if self.format.counts:
-            chunk["usage"] = usage_so_far(output)
-        if ended:
-            chunk["system_fingerprint"] = self.gateway.fingerprint
-        return event(chunk)
+    def _event(self, output: OutputStream, part: _Part, *, begins: bool, ended: bool) -> bytes:
+        return self._chunk(output, self._choice(output, part, begins=begins, ended=ended), ended=ended)
 
     def _choice(self, output: OutputStream, part: _Part, *, begins: bool, ended: bool) -> dict[str, Any]:
         format, prompt = self.format, self.call.request.prompts[output.prompt]

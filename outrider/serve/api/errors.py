@@ -8,7 +8,7 @@ from starlette.types import Scope
 
 from outrider.core.inputs import InputError
 from outrider.serve.api.bodies import ChatBody, CompletionBody
-from outrider.serve.api.sse import dumps
+from outrider.serve.api.sse import JsonResponse
 from outrider.serve.errors import ServeError
 
 ANTHROPIC = "/v1/messages"
@@ -73,6 +73,5 @@ def error_response(error: ServeError, scope: Scope) -> Response:
     path, state = scope["path"], scope["state"]
     state["code"] = error.code
     if path == ANTHROPIC or path.startswith(f"{ANTHROPIC}/"):
-        body = dumps(anthropic_error(error, state["request_id"]))
-        return Response(body, anthropic_status(error), error.headers, "application/json")
-    return Response(dumps(openai_error(error)), error.status, error.headers, "application/json")
+        return JsonResponse(anthropic_error(error, state["request_id"]), anthropic_status(error), error.headers)
+    return JsonResponse(openai_error(error), error.status, error.headers)

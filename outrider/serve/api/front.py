@@ -8,9 +8,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.serve.api.errors import error_response
-from outrider.serve.api.gateway import Gateway
+from outrider.serve.api.gateway import Gateway, request_id
 from outrider.serve.errors import LEFT, ServeError
-from outrider.serve.ids import request_id
 from outrider.serve.keys import Keys
 from outrider.serve.observe.logs import note_request
 

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import logging
+import re
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +16,6 @@ from outrider import catalog
 from outrider.decoding.protocol import Parts
 from outrider.serve.api.tokens import Vocabulary
 from outrider.serve.errors import ServeError
-from outrider.serve.ids import request_id
 from outrider.serve.observe.answers_log import AnswersLog
 from outrider.serve.observe.traces import Traces
 from outrider.serve.run.parser import OutputParser
@@ -23,6 +24,8 @@ from outrider.serve.settings import HttpSettings
 
 MOST_UNKNOWN = 1000
 """Most unknown fields of requests that are logged."""
+NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""What a client may call its request."""
 log = logging.getLogger("outrider.serve")
 
 
@@ -115,3 +118,13 @@ def gateway_of(request: Request) -> Gateway:
     """The gateway of the app that answers a request."""
     gateway: Gateway = request.app.state.gateway
     return gateway
+
+
+def request_id(name: str | None) -> str:
+    """The client's name of a request, or a new one.
+
+    Example:
+        >>> request_id("load-7"), len(request_id("no\\nname"))
+        ('load-7', 32)
+    """
+    return name if name is not None and NAME.fullmatch(name) else uuid.uuid4().hex

@@ -11,7 +11,7 @@ from outrider.serve.api.messages_body import CountRequest, MessagesRequest
 from outrider.serve.api.messages_writer import MessageWriter
 from outrider.serve.api.openapi import ANTHROPICS_ERROR, CHECKED, MESSAGES, answers, body_of, errors
 from outrider.serve.api.request import AnswerFormat, admit, request_of
-from outrider.serve.api.sse import json_response
+from outrider.serve.api.sse import JsonResponse
 
 router = APIRouter()
 COUNTED = errors(*(int(status) for status in CHECKED), schema=ANTHROPICS_ERROR) | answers("application/json")
@@ -45,4 +45,4 @@ async def count_tokens(request: Request) -> Response:
     body = await read(request, CountRequest, gateway.service.limits)
     gateway.check_model(body.model)
     prompt = body.prompt(gateway, body.tool_use(gateway))
-    return json_response({"input_tokens": len(await gateway.service.encode_chat(prompt))})
+    return JsonResponse({"input_tokens": len(await gateway.service.encode_chat(prompt))})

@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.serve.api.call import Writer
 from outrider.serve.api.errors import anthropic_error, served
-from outrider.serve.api.sse import event
+from outrider.serve.api.sse import event, written
 from outrider.serve.api.usage import TokenUsage, metrics_of, usage_of, usage_so_far
 from outrider.serve.run.outputs import Delta
 from outrider.serve.run.parser import Piece
@@ -33,7 +33,7 @@ class MessageWriter(Writer):
             counts = _counted(usage_so_far(delta.output)) | {"output_tokens": 0}
             start = self._message(counts) | {"content": [], "stop_reason": None, "stop_sequence": None}
             events = [{"type": "message_start", "message": start}, *events]
-        return _written(events)
+        return written(events)
 
     def end(self) -> list[bytes]:
         """The last events."""
@@ -41,7 +41,7 @@ class MessageWriter(Writer):
         message = self.whole()
         ends = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         beside: dict[str, Any] = {name: message[name] for name in ("usage", "metrics") if name in message}
-        return _written([*events, {"type": "message_delta", "delta": ends, **beside}, {"type": "message_stop"}])
+        return written([*events, {"type": "message_delta", "delta": ends, **beside}, {"type": "message_stop"}])
 
     def failed(self, error: Exception) -> list[bytes]:
         """The error."""
@@ -121,11 +121,6 @@ class MessageWriter(Writer):
 
     def _delta(self, delta: dict[str, Any]) -> Event:
         return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
-
-
-def _written(events: list[Event]) -> list[bytes]:
-    """Events in one write."""
-    return [b"".join(event(each, each["type"]) for each in events)] if events else []
 
 
 def _counted(usage: TokenUsage) -> dict[str, Any]:

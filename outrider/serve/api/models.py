@@ -16,7 +16,7 @@ from outrider.serve.api.gateway import Gateway, gateway_of
 from outrider.serve.api.grammars import ToolUse
 from outrider.serve.api.openapi import CHECKED, answers, body_of, errors
 from outrider.serve.api.prompts import chat_prompt
-from outrider.serve.api.sse import json_response
+from outrider.serve.api.sse import JsonResponse
 from outrider.serve.errors import refuse
 
 router = APIRouter()
@@ -37,7 +37,7 @@ PLACES = ("_path", "_file", "_dir", "_hash")
 async def models(request: Request) -> Response:
     """The names of the model."""
     gateway = gateway_of(request)
-    return json_response({"object": "list", "data": [_card(gateway, name) for name in gateway.service.names]})
+    return JsonResponse({"object": "list", "data": [_card(gateway, name) for name in gateway.service.names]})
 
 
 @router.get("/v1/models/{name:path}", responses=errors(401, 404))
@@ -45,7 +45,7 @@ async def model(request: Request, name: str) -> Response:
     """One name of the model."""
     gateway = gateway_of(request)
     gateway.check_model(name)
-    return json_response(_card(gateway, name))
+    return JsonResponse(_card(gateway, name))
 
 
 @router.post("/tokenize", responses=CHECKED, openapi_extra=body_of(TokenizeBody))
@@ -58,7 +58,7 @@ async def tokenize(request: Request) -> Response:
     answer = {"count": len(tokens), "max_model_len": gateway.service.max_context, "tokens": tokens, "token_strs": None}
     if body.return_token_strs:
         answer["token_strs"] = [str(each) for each in gateway.service.tokenizer.convert_ids_to_tokens(tokens)]
-    return json_response(answer)
+    return JsonResponse(answer)
 
 
 @router.post("/detokenize", responses=CHECKED, openapi_extra=body_of(DetokenizeBody))
@@ -70,7 +70,7 @@ async def detokenize(request: Request) -> Response:
     width = gateway.service.engine.parts.target.vocab_size
     if any(not 0 <= token < width for token in body.tokens):
         refuse("tokens", f"token ids must be 0 .. {width - 1}")
-    return json_response({"prompt": gateway.service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    return JsonResponse({"prompt": gateway.service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
 @router.get("/tokenizer_info", responses=errors(401))
@@ -81,14 +81,14 @@ async def tokenizer_info(request: Request) -> Response:
     info |= {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
     info["tokenizer_class"] = type(tokenizer).__name__
     info["chat_template"] = tokenizer.chat_template
-    return json_response(info)
+    return JsonResponse(info)
 
 
 @router.get("/health", response_class=Response, responses=READY)
 async def health(request: Request) -> Response:
     """Whether the server takes requests: an empty answer with status 200 if it does."""
     state = gateway_of(request).service.state
-    return Response() if state == "ready" else json_response({"status": state}, 503)
+    return Response() if state == "ready" else JsonResponse({"status": state}, 503)
 
 
 @router.get("/ping", response_class=Response, responses=READY)
@@ -119,13 +119,13 @@ async def metrics(request: Request) -> Response:
 @router.get("/version")
 async def version(request: Request) -> Response:
     """The version of Outrider."""
-    return json_response({"version": gateway_of(request).version})
+    return JsonResponse({"version": gateway_of(request).version})
 
 
 @router.get("/load")
 async def load(request: Request) -> Response:
     """The number of requests at work."""
-    return json_response({"server_load": gateway_of(request).service.in_flight})
+    return JsonResponse({"server_load": gateway_of(request).service.in_flight})
 
 
 @router.get("/server_info")
@@ -134,7 +134,7 @@ async def server_info(request: Request) -> Response:
     gateway = gateway_of(request)
     service, settings = gateway.service, gateway.settings
     parts, sampling = service.engine.parts, service.engine.sampling
-    return json_response(
+    return JsonResponse(
         {
             "version": gateway.version,
             "models": list(service.names),

@@ -27,7 +27,7 @@ from outrider.serve.api.grammars import ToolUse, grammar_of
 from outrider.serve.api.prompts import text_of
 from outrider.serve.errors import ServeError, refuse, refuse_key
 from outrider.serve.limits import Limits
-from outrider.serve.run.task import RequestSpeculation
+from outrider.serve.run.outputs import RequestSpeculation
 from outrider.serve.run.templates import ChatPrompt
 
 DRAWING = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")

@@ -7,7 +7,7 @@ from typing import Any
 from outrider.serve.api.call import Writer
 from outrider.serve.api.errors import served
 from outrider.serve.api.responses_body import ResponsesRequest
-from outrider.serve.api.sse import event
+from outrider.serve.api.sse import written
 from outrider.serve.api.tokens import TokenLogprob
 from outrider.serve.api.usage import TokenUsage, metrics_of, usage_of
 from outrider.serve.run.outputs import Delta
@@ -33,23 +33,23 @@ class ResponseWriter(Writer):
     def begin(self) -> list[bytes]:
         """The first events."""
         names = ("response.created", "response.in_progress")
-        return _written([self._event(name, response=self._response("in_progress")) for name in names])
+        return written([self._event(name, response=self._response("in_progress")) for name in names])
 
     def add(self, delta: Delta) -> list[bytes]:
         """The events of a delta, in one write."""
-        return _written(list(self._events(delta)))
+        return written(list(self._events(delta)))
 
     def end(self) -> list[bytes]:
         """The last events."""
         events = list(self._finish())
         response = self.whole()
-        return _written([*events, self._event(f"response.{response['status']}", response=response)])
+        return written([*events, self._event(f"response.{response['status']}", response=response)])
 
     def failed(self, error: Exception) -> list[bytes]:
         """The error, in a response that failed."""
         reason = served(error)
         response = self._response("failed") | {"error": {"code": reason.code, "message": reason.message}}
-        return _written([self._event("response.failed", response=response)])
+        return written([self._event("response.failed", response=response)])
 
     def whole(self) -> Fields:
         """The answer at once."""
@@ -192,11 +192,6 @@ class ResponseWriter(Writer):
     def _event(self, kind: str, **fields: Any) -> Event:
         number, self._sent = self._sent, self._sent + 1
         return {"type": kind, "sequence_number": number, **fields}
-
-
-def _written(events: list[Event]) -> list[bytes]:
-    """Events in one write."""
-    return [b"".join(event(each, each["type"]) for each in events)] if events else []
 
 
 def _copy(item: Fields) -> Fields:

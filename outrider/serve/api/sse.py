@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
@@ -34,9 +34,10 @@ def dumps(value: Any) -> bytes:
     return text.encode("utf-8", errors="replace")
 
 
-def json_response(value: Any, status: int = 200) -> Response:
+class JsonResponse(JSONResponse):
     """A value as an answer."""
-    return Response(dumps(value), status, media_type="application/json")
+
+    render = staticmethod(dumps)
 
 
 def event(value: Any, name: str | None = None) -> bytes:
@@ -45,21 +46,26 @@ def event(value: Any, name: str | None = None) -> bytes:
     return head + b"data: " + dumps(value) + b"\n\n"
 
 
+def written(values: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """Events in one write, each named after its type; no write without any."""
+    return [b"".join(event(each, each["type"]) for each in values)] if values else []
+
+
 class Form:
-    """Events whose values differ in one text, and in token ids behind it. What is the same is written once.
+    """Events that differ in one text, and in token ids behind it. What is the same is written once.
 
     Args:
-        value: The value, with `BLANK` where the text stands, once. `IDS` may stand once behind it.
+        blank: The event with `BLANK` where the text stands, once. `IDS` may stand once behind it.
 
     Example:
-        >>> Form({"id": 7, "text": BLANK}).filled("a\\n")
+        >>> Form(event({"id": 7, "text": BLANK})).filled("a\\n")
         b'data: {"id":7,"text":"a\\\\n"}\\n\\n'
-        >>> Form({"text": BLANK, "ids": IDS}).filled("a", [1, 2])
+        >>> Form(event({"text": BLANK, "ids": IDS})).filled("a", [1, 2])
         b'data: {"text":"a","ids":[1,2]}\\n\\n'
     """
 
-    def __init__(self, value: Any) -> None:
-        self._before, rest = _split(event(value), BLANK)
+    def __init__(self, blank: bytes) -> None:
+        self._before, rest = _split(blank, BLANK)
         self._after: bytes | None
         self._between, self._after = _split(rest, IDS) if dumps(IDS) in rest else (rest, None)
 

@@ -10,8 +10,7 @@ from outrider.drafters.none import NoDrafter
 from outrider.engine.output import Output
 from outrider.serve.api.gateway import Gateway
 from outrider.serve.observe.record import OutputTally
-from outrider.serve.run.outputs import OutputStream
-from outrider.serve.run.task import RequestSpeculation
+from outrider.serve.run.outputs import OutputStream, RequestSpeculation
 
 
 class PromptDetails(TypedDict):

@@ -15,15 +15,14 @@ from outrider.engine.text import TextStream
 from outrider.serve.api.bodies import ChatMessage, GenerationBody, read
 from outrider.serve.api.call import outputs_of
 from outrider.serve.api.errors import openai_error, served
-from outrider.serve.api.gateway import Gateway, gateway_of
+from outrider.serve.api.gateway import Gateway, gateway_of, request_id
 from outrider.serve.api.openapi import OPENAIS, answers, body_of, errors
 from outrider.serve.api.prompts import messages_of
 from outrider.serve.api.request import RequestPrompt, admit, answer_format, request_of
 from outrider.serve.api.sse import DONE, EventStream, event
 from outrider.serve.errors import ServeError, refuse
-from outrider.serve.ids import request_id
 from outrider.serve.page.trees import ShownNode, Trees
-from outrider.serve.run.task import OutputTask, Ticket
+from outrider.serve.run.outputs import OutputTask, Ticket
 from outrider.serve.run.templates import ChatPrompt
 
 FILES = {

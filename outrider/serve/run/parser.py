@@ -2,6 +2,7 @@
 
 import json
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +12,6 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from transformers import PreTrainedTokenizerBase
 
 from outrider.core.inputs import InputError
-from outrider.serve.ids import call_id
 
 Template = Mapping[str, Any]
 """A response template of transformers."""
@@ -168,7 +168,7 @@ class TemplateReader:
                 raise ValueError("a tool call has no name")
             arguments = function.get("arguments", function.get("parameters", {}))
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            pieces.append(Piece(kind="call", text=text, call=self._calls, id=call_id(), name=function["name"]))
+            pieces.append(Piece(kind="call", text=text, call=self._calls, id=_call_id(), name=function["name"]))
             self._calls += 1
         self._shown = self._found = len(self._raw)
         return pieces
@@ -245,7 +245,7 @@ class ForcedReader(ReaderAround):
         if piece.kind != "content":
             return [piece]
         if self.name is not None:
-            pieces = [] if self._calls else [Piece(kind="call", id=call_id(), name=self.name)]
+            pieces = [] if self._calls else [Piece(kind="call", id=_call_id(), name=self.name)]
             self._calls = 1
             return [*pieces, Piece(kind="call", text=piece.text)]
         self._text += piece.text
@@ -256,7 +256,7 @@ class ForcedReader(ReaderAround):
                 if head is None:
                     break
                 self._text, self._arguments, self._calls = self._text[head.end() :], Value(), self._calls + 1
-                pieces.append(Piece(kind="call", call=self._calls - 1, id=call_id(), name=json.loads(head[1])))
+                pieces.append(Piece(kind="call", call=self._calls - 1, id=_call_id(), name=json.loads(head[1])))
             size = self._arguments.size(self._text)
             text = self._text[:size] if self._arguments.inside else self._text[:size].rstrip()
             if text:
@@ -330,7 +330,7 @@ class BareCallReader(ReaderAround):
         name, arguments = rest.pop("name", None), rest.pop("arguments", rest.pop("parameters", None))
         if rest or not isinstance(name, str) or name not in self.names or not isinstance(arguments, Mapping):
             return None
-        return Piece(kind="call", text=json.dumps(arguments, ensure_ascii=False), id=call_id(), name=name)
+        return Piece(kind="call", text=json.dumps(arguments, ensure_ascii=False), id=_call_id(), name=name)
 
 
 def unfinished(text: str, error: json.JSONDecodeError) -> bool:
@@ -475,6 +475,10 @@ class OutputParser:
         written = {id: json.dumps(name, ensure_ascii=False)[1:-1] for id, name in special.items()}
         escaped = {id: json.dumps(re.escape(name), ensure_ascii=False)[1:-1] for id, name in special.items()}
         return frozenset(id for id in special if written[id] not in text and escaped[id] not in text)
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def held_back(parser: Any) -> str:

@@ -29,9 +29,9 @@ from outrider.serve.errors import Draining, EngineDead, QueueFull, ServeError
 from outrider.serve.limits import Limits
 from outrider.serve.observe.metrics import ServerMetrics
 from outrider.serve.run.cpu_limit import Limited
+from outrider.serve.run.outputs import OutputTask, RequestSpeculation, Ticket
 from outrider.serve.run.renewal import Renewal
 from outrider.serve.run.slots import QueueSlots
-from outrider.serve.run.task import OutputTask, RequestSpeculation, Ticket
 from outrider.serve.run.templates import ChatPrompt, encode_chat
 from outrider.serve.run.worker import Worker
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from outrider.core.inputs import InputError
 from outrider.serve.errors import QueueFull
 from outrider.serve.limits import Limits
-from outrider.serve.run.task import OutputTask
+from outrider.serve.run.outputs import OutputTask
 
 
 @dataclass(kw_only=True)

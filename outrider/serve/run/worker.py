@@ -22,8 +22,8 @@ from outrider.host.meanwhile import hand_over_by
 from outrider.host.threads import release_threads
 from outrider.serve.errors import EngineDead, ServeError, TimedOut
 from outrider.serve.observe.metrics import ServerMetrics
+from outrider.serve.run.outputs import Ticket
 from outrider.serve.run.slots import QueueSlots
-from outrider.serve.run.task import Ticket
 
 log = logging.getLogger("outrider.serve")
 PAUSE = 0.5

@@ -9,7 +9,7 @@ from outrider.engine.engine import Engine
 from outrider.serve.limits import Limits
 from outrider.serve.observe.metrics import REASONS
 from outrider.serve.run import worker
-from outrider.serve.run.task import RequestSpeculation
+from outrider.serve.run.outputs import RequestSpeculation
 from tests.serve.observe.test_exposition import HISTOGRAMS
 from tests.serve.services import made, read, run, task, until
 from tests.world.models import engine, target

@@ -13,7 +13,7 @@ import torch
 from outrider.core.inputs import InputError
 from outrider.drafters.model import ModelDrafter
 from outrider.serve.run.learner import OnlineLearner
-from outrider.serve.run.task import RequestSpeculation
+from outrider.serve.run.outputs import RequestSpeculation
 from outrider.training.online.learning import Learning
 from outrider.training.online.pupil import OnlineSettings
 from tests.serve.services import GREEDY, made, read, run, task

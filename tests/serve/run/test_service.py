@@ -16,8 +16,8 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.generation import Generation
 from outrider.serve.errors import Draining, EngineDead, QueueFull, SlowClient, TimedOut
 from outrider.serve.limits import Limits
+from outrider.serve.run.outputs import OutputTask, RequestSpeculation
 from outrider.serve.run.service import Service
-from outrider.serve.run.task import OutputTask, RequestSpeculation
 from outrider.serve.run.templates import ChatPrompt
 from tests.serve.services import GREEDY, made, read, run, serving, task, until
 from tests.world.models import drafter_of, engine, free_slots, llama
