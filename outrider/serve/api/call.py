@@ -17,7 +17,7 @@ from outrider.engine.text import Ending
 from outrider.serve.api.errors import openai_error, served
 from outrider.serve.api.gateway import Gateway, request_id
 from outrider.serve.api.request import AnswerFormat, ClientRequest, RequestPrompt
-from outrider.serve.api.sse import DONE, KEEP_ALIVE, EventStream, Form, JsonResponse, event, gone
+from outrider.serve.api.sse import DONE, KEEP_ALIVE, EventStream, Form, JsonResponse, cancelled, event, gone
 from outrider.serve.api.usage import metrics_of, usage_of, usage_so_far
 from outrider.serve.observe.record import RequestRecord
 from outrider.serve.run.outputs import Delta, OutputStream, OutputTask, Ticket, merged
@@ -269,9 +269,7 @@ async def while_there(http: Request, answer: Awaitable[Result]) -> Result:
             raise ClientDisconnect
         return working.result()
     finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await cancelled(working, leaving)
 
 
 def outputs_of(gateway: Gateway, request: ClientRequest, id: str, owner: str | None) -> list[OutputStream]:

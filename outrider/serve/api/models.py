@@ -85,22 +85,12 @@ async def tokenizer_info(request: Request) -> Response:
 
 
 @router.get("/health", response_class=Response, responses=READY)
+@router.get("/ping", response_class=Response, responses=READY)
+@router.post("/ping", response_class=Response, responses=READY)
 async def health(request: Request) -> Response:
     """Whether the server takes requests: an empty answer with status 200 if it does."""
     state = gateway_of(request).service.state
     return Response() if state == "ready" else JsonResponse({"status": state}, 503)
-
-
-@router.get("/ping", response_class=Response, responses=READY)
-async def ping(request: Request) -> Response:
-    """The same as `/health`."""
-    return await health(request)
-
-
-@router.post("/ping", response_class=Response, responses=READY)
-async def ping_by_post(request: Request) -> Response:
-    """The same as `/health`."""
-    return await health(request)
 
 
 @router.get("/live", response_class=Response, responses=answers(described="The process answers"))

@@ -136,7 +136,7 @@ class EventStream(StreamingResponse):
             elif not sending.cancelled():
                 sending.result()
         finally:
-            await _cancelled(sending, leaving, watching)
+            await cancelled(sending, leaving, watching)
             await _closed(self._pieces)
             self._close()
 
@@ -195,7 +195,7 @@ async def gone(receive: Receive) -> None:
         pass
 
 
-async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+async def cancelled(*tasks: asyncio.Future[Any]) -> None:
     """Cancel tasks and wait for their ends."""
     for task in tasks:
         task.cancel()

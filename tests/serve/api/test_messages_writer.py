@@ -8,8 +8,8 @@ from outrider.serve.api.bodies import checked
 from outrider.serve.api.errors import anthropic_error
 from outrider.serve.api.gateway import Gateway
 from outrider.serve.api.grammars import ToolUse
+from outrider.serve.api.messages import MessageWriter
 from outrider.serve.api.messages_body import MessagesRequest
-from outrider.serve.api.messages_writer import MessageWriter
 from outrider.serve.errors import QueueFull, ServeError
 from outrider.serve.run.templates import ChatPrompt
 from tests.serve.writers import call, text, thought, told

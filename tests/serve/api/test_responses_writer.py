@@ -10,8 +10,8 @@ from outrider.serve.api.bodies import checked
 from outrider.serve.api.gateway import Gateway
 from outrider.serve.api.grammars import ToolUse
 from outrider.serve.api.request import AnswerFormat
+from outrider.serve.api.responses import ResponseWriter
 from outrider.serve.api.responses_body import ResponsesRequest
-from outrider.serve.api.responses_writer import ResponseWriter
 from outrider.serve.errors import ServeError
 from outrider.serve.run.templates import ChatPrompt
 from tests.serve.writers import call, text, thought, told
