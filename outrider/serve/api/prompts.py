@@ -1,13 +1,11 @@
 """The conversation of a request, as the chat template takes it."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from outrider.core.inputs import shown
+from outrider.engine.prompts import OPENING, reads
 from outrider.serve.api.bodies import ChatBody, ChatMessage, TokenizeBody
 from outrider.serve.api.gateway import Gateway
 from outrider.serve.api.grammars import ToolUse
@@ -15,7 +13,6 @@ from outrider.serve.errors import refuse
 from outrider.serve.run.parser import REASONING
 from outrider.serve.run.templates import ChatPrompt
 
-OURS = ("chat_template", "add_generation_prompt", "continue_final_message")
 TEXTS = ("text", "input_text", "output_text")
 """Types of parts that are text."""
 
@@ -54,7 +51,7 @@ def template_arguments(arguments: Mapping[str, Any], effort: str | None) -> dict
     Raises:
         ServeError: One has a field of its own. A chat template is a program, which not every server takes.
     """
-    for name in OURS:
+    for name in OPENING:
         if name in arguments:
             refuse("chat_template_kwargs", f"chat_template_kwargs holds {name}, which is a field of its own")
     # The service leaves out what the template does not read.
@@ -67,15 +64,9 @@ def listed(gateway: Gateway, tools: ToolUse, template: str | None = None) -> lis
     tokenizer = gateway.service.tokenizer
     if tokenizer.chat_template is None and template is None:
         refuse("messages", "the model has no chat template; start the server with --chat-template FILE")
-    unread = tools.forced and not reads(tokenizer, "tools", template)
-    return None if unread else tools.listed or None
-
-
-def reads(tokenizer: PreTrainedTokenizerBase, name: str, template: str | None = None) -> bool:
-    """Whether the chat template reads a variable."""
-    templates = template or tokenizer.chat_template
-    texts = [templates] if isinstance(templates, str) else list((templates or {}).values())
-    return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
+    if tools.forced and not reads(tokenizer.get_chat_template(template, tools.listed), "tools"):
+        return None
+    return tools.listed or None
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
