@@ -21,14 +21,14 @@ BREAKS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 _ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
-def dumps(value: Any) -> bytes:
+def dumps(content: Any) -> bytes:
     """A value as JSON in one line, however a client tells lines apart.
 
     Example:
         >>> dumps({"text": "a\\u2028b"})
         b'{"text":"a\\\\u2028b"}'
     """
-    text = _ENCODE(value)
+    text = _ENCODE(content)
     for letter, escape in BREAKS.items():
         text = text.replace(letter, escape)
     return text.encode("utf-8", errors="replace")
