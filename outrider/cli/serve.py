@@ -156,7 +156,7 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptio
         from outrider.serve.observe.logs import use_json
         from outrider.serve.observe.traces import Traces
         from outrider.serve.run.service import Service
-        from outrider.serve.server import Endings, bound_socket, run, url_of
+        from outrider.serve.server import bound_socket, run, url_of
 
     learn.check(setup)
     settings = options.settings(setup)
@@ -182,12 +182,6 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptio
             renewal=renewal,
             learns=learner is not None,
         )
-        endings = Endings(
-            drain_seconds=limits.drain_seconds,
-            survives_death=options.keep_alive_on_death,
-            header_bytes=limits.max_header_bytes,
-            header_seconds=limits.header_seconds,
-        )
 
         def ready() -> None:
             print(
@@ -202,7 +196,8 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptio
                 note_forwards(engine)
 
         try:
-            return run(make_app(service, settings, traces), service, bound, endings, ready)
+            app = make_app(service, settings, traces)
+            return run(app, service, bound, ready, survives_death=options.keep_alive_on_death)
         finally:
             if traces is not None:
                 traces.close()

@@ -5,7 +5,6 @@ import contextlib
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import uvicorn
 from fastapi import FastAPI
@@ -22,23 +21,6 @@ LOOK_SECONDS = 0.25
 """How often the engine is looked at."""
 CLOSING_SECONDS = 5
 """How long open connections may take to close after the last answer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Endings:
-    """How the server ends.
-
-    Attributes:
-        drain_seconds: How long requests may go on after the first signal.
-        survives_death: Whether it goes on answering when the engine has died.
-        header_bytes: Longest headers of a request.
-        header_seconds: How long a client may take to send them.
-    """
-
-    drain_seconds: float = 30.0
-    survives_death: bool = False
-    header_bytes: int = 64 * 1024
-    header_seconds: float = 30.0
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -72,7 +54,9 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run(app: FastAPI, service: Service, bound: socket.socket, endings: Endings, ready: Callable[[], None]) -> int:
+def run(
+    app: FastAPI, service: Service, bound: socket.socket, ready: Callable[[], None], *, survives_death: bool = False
+) -> int:
     """Serve until a signal ends the process. Returns the exit status.
 
     The first SIGTERM or SIGINT drains the service: new requests are refused, running ones may end. The second one
@@ -80,29 +64,31 @@ def run(app: FastAPI, service: Service, bound: socket.socket, endings: Endings, 
 
     Args:
         ready: Called when the socket listens.
+        survives_death: Whether it goes on answering when the engine has died.
     """
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
-        return runner.run(_serve(app, service, bound, endings, ready))
+        return runner.run(_serve(app, service, bound, ready, survives_death))
 
 
 async def _serve(
-    app: FastAPI, service: Service, bound: socket.socket, endings: Endings, ready: Callable[[], None]
+    app: FastAPI, service: Service, bound: socket.socket, ready: Callable[[], None], survives_death: bool
 ) -> int:
+    limits = service.limits
     server = _Server(
         uvicorn.Config(
             app,
-            http=bounded(endings.header_bytes, endings.header_seconds),
+            http=bounded(limits.max_header_bytes, limits.header_seconds),
             log_level="warning",
             access_log=False,
             server_header=False,
             # Trusts no header that says where a request comes from.
             proxy_headers=False,
-            h11_max_incomplete_event_size=endings.header_bytes,
+            h11_max_incomplete_event_size=limits.max_header_bytes,
             timeout_graceful_shutdown=CLOSING_SECONDS,
         )
     )
     server.ready = ready
-    ending = _Ending(service, server, endings)
+    ending = _Ending(service, server, survives_death)
     loop = asyncio.get_running_loop()
     service.start()
     for each in ENDING:
@@ -138,16 +124,16 @@ class _Server(uvicorn.Server):
 class _Ending:
     """What ends the server. Lives on the event loop."""
 
-    def __init__(self, service: Service, server: uvicorn.Server, endings: Endings) -> None:
+    def __init__(self, service: Service, server: uvicorn.Server, survives_death: bool) -> None:
         self._service = service
         self._server = server
-        self._endings = endings
+        self._survives_death = survives_death
         self._tasks: list[asyncio.Task[None]] = []
         self.died = False
 
     def signalled(self) -> None:
         """Drain at the first signal; give no more time at the next ones."""
-        seconds = 0.0 if self._tasks else self._endings.drain_seconds
+        seconds = 0.0 if self._tasks else self._service.limits.drain_seconds
         self._tasks.append(asyncio.get_running_loop().create_task(self._drain(seconds)))
 
     async def _drain(self, seconds: float) -> None:
@@ -158,7 +144,7 @@ class _Ending:
         """End the server some seconds after the engine has died."""
         while self._service.state != "engine_dead":
             await asyncio.sleep(LOOK_SECONDS)
-        if not self._endings.survives_death:
+        if not self._survives_death:
             self.died = True
             await asyncio.sleep(DEATH_SECONDS)
             self._server.should_exit = True

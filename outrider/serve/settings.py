@@ -19,7 +19,7 @@ class HttpSettings:
         request_chat_templates: Whether requests may bring a chat template, which is a program.
         response_template: How reasoning and tool calls are found in outputs: transformers' response template, `auto`
             for the tokenizer's own or a known one, None for plain text.
-        lossy: Whether requests may name verifiers that do not keep the target's law.
+        lossy: Whether the server's verifier need not keep the target's law, which `/server_info` says.
         keep_alive_seconds: A stream without bytes for so long gets a comment.
         origins: Origins of pages in browsers that may use the server; `*` is all.
         log_text: Whether the log of requests holds prompts and outputs.

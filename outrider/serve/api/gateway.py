@@ -68,11 +68,6 @@ class Gateway:
         """The model's name in answers."""
         return self.service.names[0]
 
-    @property
-    def created(self) -> int:
-        """When the server started, in seconds since 1970."""
-        return int(self.service.started)
-
     @cached_property
     def version(self) -> str:
         """The version of Outrider."""

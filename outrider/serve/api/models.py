@@ -176,7 +176,7 @@ def _card(gateway: Gateway, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": gateway.created,
+        "created": int(gateway.service.started),
         "owned_by": "outrider",
         "root": gateway.settings.target or gateway.name,
         "parent": None,

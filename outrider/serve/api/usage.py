@@ -108,44 +108,24 @@ def speculative(
 
     Of trees, draft tokens are nodes and the histogram counts depths.
     """
-    if is_plain(parts, asked):
+    if isinstance(parts.drafter, NoDrafter) or asked.off:
         return None
     pairs = [(drafted, accepted) for drafted, accepted in zip(tally.drafted, tally.accepted, strict=True) if drafted]
     drafted, accepted = [each[0] for each in pairs], [each[1] for each in pairs]
-    depth = max([deepest(parts, asked), *accepted])
+    most = getattr(parts.length, "most", None)
+    deepest = int(most) if most is not None else parts.length.limit(parts.length.open())
+    depth = max([deepest if asked.max_tokens is None else min(deepest, asked.max_tokens), *accepted])
+    steps = Counter(accepted)
     counts = {
         "mean_acceptance_length": 1 + sum(accepted) / len(pairs) if pairs else 1.0,
         "draft_acceptance_rate": sum(accepted) / sum(drafted) if pairs else 0.0,
-        "acceptance_histogram": histogram(accepted, depth),
+        "acceptance_histogram": [steps[length] for length in range(depth + 1)],
         "num_spec_steps": len(pairs),
         "num_accepted_draft_tokens": sum(accepted),
         "num_draft_tokens": sum(drafted),
         "num_spec_tokens": depth,
     }
     return counts | {"per_step_accepted": accepted, "per_step_drafted": drafted} if detail == "detailed" else counts
-
-
-def is_plain(parts: Parts, asked: RequestSpeculation) -> bool:
-    """Whether nothing is drafted at all."""
-    return isinstance(parts.drafter, NoDrafter) or asked.off
-
-
-def deepest(parts: Parts, asked: RequestSpeculation) -> int:
-    """Deepest draft of a step."""
-    most = getattr(parts.length, "most", None)
-    depth = int(most) if most is not None else parts.length.limit(parts.length.open())
-    return depth if asked.max_tokens is None else min(depth, asked.max_tokens)
-
-
-def histogram(accepted: Sequence[int], depth: int) -> list[int]:
-    """How many steps accepted 0, 1, ... draft tokens.
-
-    Example:
-        >>> histogram([0, 2, 2], 3)
-        [1, 0, 2, 0]
-    """
-    counts = Counter(accepted)
-    return [counts[length] for length in range(depth + 1)]
 
 
 def _outrider_metrics(tally: OutputTally, output: Output, parts: Parts, asked: RequestSpeculation) -> dict[str, Any]:
