@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from outrider.bench.evidence import Sums
 from outrider.learning.batch import Document
 from outrider.learning.divergences import divergence
 from outrider.lm.hf.open import open_model
@@ -21,7 +20,7 @@ from outrider.training.distill import Distilled
 from outrider.training.on_policy import Sampler
 from recipes import options, trained
 from recipes.inquiry.papers import Paper
-from recipes.trained import SHAPE, Budget, Contrast, Texts, Way, findings, kept_states, made
+from recipes.trained import Budget, Contrast, Texts, Way, compare, kept_states
 
 PAPER = Paper(name="Zhou et al. 2023, DistillSpec", url="https://arxiv.org/abs/2310.08461")
 PUBLISHED = "10 to 45, in speed"
@@ -95,14 +94,4 @@ CONTRASTS = (
 @options.with_fields(Budget, text_steps=500)
 def main(budget: Budget) -> None:
     """Train and compare."""
-    with budget.folder("distill") as place:
-        texts = budget.texts()
-        found = ways(budget.draft(texts), budget.model(), texts, budget)
-        rows = made(place, found, budget.seeds, budget.work / "distill", texts.judge)
-        about = (
-            f"A draft model of {SHAPE['num_hidden_layers']} layer of width {SHAPE['hidden_size']}, first trained on "
-            f"{budget.num_text_tokens:,} tokens of text, then {budget.steps} steps of {budget.batch_size} rows, "
-            f"{budget.num_tokens:,} tokens, in each way, with {budget.seeds} seeds. "
-            f"Held-out prompts: {Sums(rows).num_prompts}."
-        )
-        place.finish(findings(rows, CONTRASTS, about))
+    compare("distill", budget, ways, CONTRASTS, f", {budget.num_tokens:,} tokens, in each way")

@@ -35,41 +35,14 @@ from transformers import (
 
 from outrider.core import files
 from outrider.embedded import EMBEDDED_TARGET
+from recipes.trained import shape
 
 REPEATS = {"story": 3, "math": 3}
 """How often the documents of a domain are repeated; short stories and word problems teach most per token."""
 
-TARGET_SHAPE = {
-    "hidden_size": 320,
-    "intermediate_size": 896,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 5,
-    "num_key_value_heads": 1,
-}
+TARGET_SHAPE = shape(12, 320, 896)
 QUICK = {"target_minutes": 0.02, "speak_minutes": 0.02, "distil_minutes": 0.02, "shapes": "1x128"}
-DRAFT_SHAPES = {
-    "1x128": {
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    },
-    "1x256": {
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-    },
-    "2x192": {
-        "hidden_size": 192,
-        "intermediate_size": 768,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-    },
-}
+DRAFT_SHAPES = {"1x128": shape(1, 128, 384), "1x256": shape(1, 256, 768), "2x192": shape(2, 192, 768)}
 
 
 def read_tokens(

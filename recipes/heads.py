@@ -42,9 +42,10 @@ from outrider.training.loop import steps as loop
 from recipes import options, trained
 from recipes.head_findings import OF_STEPS, PLAIN, findings
 from recipes.head_plan import HEADS, Head, Plan, all_taps, chosen_heads
+from recipes.label import Label
 from recipes.runs import Conditions, PromptBatch, as_row, on_engine
 from recipes.stand_in import stand_in
-from recipes.trained import DEPTH, TEMPERATURES, Seed, Way, learnt, of
+from recipes.trained import DEPTH, TEMPERATURES, Way, learnt, of, seeds_of
 
 QUICK = trained.QUICK | {
     "num_texts": 12,
@@ -170,8 +171,7 @@ class Making:
         place.mkdir(parents=True, exist_ok=True)
         with FileLock(place / "head.lock"):
             if head.weights_of is None:
-                seeds = [Seed(number=number) for number in range(plan.seeds)]
-                todo = [Turn(round=0, way=head, job=seed) for seed in seeds]
+                todo = [Turn(round=0, way=head, job=seed) for seed in seeds_of(plan.seeds)]
                 self._rows(place, plan.judged_by).take(f"made {head.name}", todo, self._made)
             if plan.decodes:
                 asked = {"dtype": plan.dtype, "max_new_tokens": plan.max_new_tokens, "threads": plan.threads}
@@ -184,10 +184,10 @@ class Making:
         """The folder of a head's rows."""
         return Folder(place, "heads", {name: shown(value) for name, value in arguments.items()})
 
-    def _made(self, turn: Turn[Head, Seed]) -> Row:
+    def _made(self, turn: Turn[Head, Label]) -> Row:
         """Train and judge a head with one seed."""
         head, seed, plan = turn.way, turn.job, self.plan
-        learner = head.make(self.shared.target, seed.number)
+        learner = head.make(self.shared.target, seed.value)
         device = "cpu" if plan.device == "cpu" else None
         way = Way(
             name=head.name,
@@ -197,7 +197,7 @@ class Making:
         )
         with task(f"{head.name}, {seed.name}", unit="steps") as bar:
             meter = Meter(bar)
-            row = learnt(way, seed.number, plan.trained(head) / seed.name, self.shared.texts.judge, meter)
+            row = learnt(way, seed.value, plan.trained(head) / seed.name, self.shared.texts.judge, meter)
         return row | {
             "parameters": sum(p.numel() for p in learner.parameters() if p.requires_grad),
             "seconds": meter.seconds(row["steps"]),

@@ -9,7 +9,7 @@ goes on from it and ends with the same weights.
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -25,16 +25,9 @@ from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.surgery.checkpoint import write
 from outrider.training.options import DataOptions
+from recipes.trained import shape
 
-SHAPE = {
-    "hidden_size": 192,
-    "intermediate_size": 256,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
+SHAPE = shape(6, 192, 256) | {"num_local_experts": 8, "num_experts_per_tok": 2}
 QUICK = {"steps": 4, "rows": 2, "length": 32, "save_every": 2, "num_tokens": 2000}
 BALANCE = 0.02
 """Weight of the loss that balances the experts."""
@@ -121,13 +114,9 @@ def train(
         if (step + 1) % 50 == 0 or step + 1 == steps:
             print(f"step {step + 1} of {steps}: loss {loss.item():.4f}")
         if (step + 1) % save_every == 0:
-            _save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, settings, place)
-
-
-def _save(values: dict[str, Any], settings: dict[str, Any], place: Path) -> None:
-    """Write a checkpoint. The old one stays until the new one is complete."""
-    with files.replaced(place) as fresh:
-        torch.save({**values, "settings": settings}, fresh)
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+            with files.replaced(place) as fresh:
+                torch.save({**state, "settings": settings}, fresh)
 
 
 def main(

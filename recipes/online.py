@@ -40,7 +40,7 @@ from outrider.training.online.weights import model_of
 from recipes import options
 from recipes.inquiry.papers import Paper, gain
 from recipes.label import Label
-from recipes.trained import PROMPT, TEMPERATURES, Seed, covered, draft_of_text, over_seeds, short_run
+from recipes.trained import PROMPT, TEMPERATURES, covered, draft_of_text, over_seeds, shape, short_run
 
 PAPER = Paper(name="Liu et al. 2023, OSD", url="https://arxiv.org/abs/2310.07177")
 PUBLISHED = "+0.1 to +0.65"
@@ -56,13 +56,7 @@ DEPTH = 4
 FROZEN, LEARNING = ARMS = ("frozen", "learning")
 OPENING = 512
 """Characters of a text that are read for its prompt."""
-SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
+SHAPE = shape(1, 128, 384)
 """Of a draft model that is trained here; that of `recipes/small_draft`."""
 LENGTH = 128
 """Tokens of a text that it is trained on."""
@@ -357,11 +351,11 @@ def main(stream: Stream) -> None:
         draft = stream.draft_model(tokenizer)
         model = open_model(stream.place, dtype=torch.float32, device="cpu").requires_grad_(False).eval()
 
-        def run(way: Label, seed: Seed) -> Row:
-            waves = list(stream.waves(asked, seed.number))
+        def run(way: Label, seed: Label) -> Row:
+            waves = list(stream.waves(asked, seed.value))
             with task(f"{way.name}, {seed.name}", len(waves), "waves") as bar:
-                found = stream.served(asked, draft, way.value, seed.number, model, bar.advance)
-            return {"method": way.name, "temperature": way.value, "seed": seed.number, **found}
+                found = stream.served(asked, draft, way.value, seed.value, model, bar.advance)
+            return {"method": way.name, "temperature": way.value, "seed": seed.value, **found}
 
         rows = over_seeds(place, "served", Label.each(TEMPERATURES, "temperature-{}"), stream.seeds, run)
         place.finish(

@@ -128,16 +128,8 @@ def by_llama(target: Path, work: Path, environments: Path, *, limit: float) -> I
     convert = ["--llama-cpp", str(room.place / llama.SCRIPTS), "--engine-python", sys.executable]
     command = [*OUTRIDER, "export", "--to", "llama.cpp", *given, "--out", str(out), *convert]
     yield run("export --to llama.cpp", "smollm2", command, limit=limit)
-    start: list[str | Path] = [
-        server,
-        "-m",
-        out / "target.gguf",
-        "-md",
-        out / "draft.gguf",
-        "--spec-type",
-        "draft-simple",
-    ]
-    start += ["--spec-draft-n-max", "5", "-np", "1"]
+    start: list[str | Path] = [server, "-m", out / "target.gguf", "-md", out / "draft.gguf"]
+    start += ["--spec-type", "draft-simple", "--spec-draft-n-max", "5", "-np", "1"]
     yield served("check.py, llama.cpp's server", "smollm2", start, asked_by_check(out), limit=limit)
 
 

@@ -80,15 +80,7 @@ CONFIGURATIONS = (
 
 def engine_of(configuration: Configuration) -> outrider.Engine:
     """An engine over the embedded target."""
-    return outrider.load(
-        drafter=configuration.drafter,
-        tree=configuration.tree,
-        verifier=configuration.verifier,
-        length=configuration.length,
-        decoding=configuration.decoding,
-        dtype="float32",
-        max_slots=SLOTS,
-    )
+    return outrider.load(**vars(configuration), dtype="float32", max_slots=SLOTS)
 
 
 def record(

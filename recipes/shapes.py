@@ -9,7 +9,7 @@ timing wants a quiet machine.
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,12 +38,12 @@ from outrider.surgery.shape import config_of
 from outrider.training.distill import Distilled
 from recipes import options, trained
 from recipes.inquiry.papers import Paper
+from recipes.label import Label
 from recipes.trained import (
     DEPTH,
     TEMPERATURES,
     Budget,
     Contrast,
-    Seed,
     Texts,
     Way,
     contrasted,
@@ -51,6 +51,7 @@ from recipes.trained import (
     efficiency,
     kept_states,
     made,
+    seeds_of,
 )
 
 PAPER = Paper(name="Yan et al. 2024, Decoding speculative decoding", url="https://arxiv.org/abs/2402.01528")
@@ -63,19 +64,6 @@ QUICK = trained.QUICK | {
     "max_new_tokens": 6,
     "timed_prompts": 1,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timed:
-    """A shape with drafts of one length, to be timed."""
-
-    shape: str
-    length: int
-
-    @property
-    def name(self) -> str:
-        """Unique among those that are timed."""
-        return f"{self.shape}, {self.length}"
 
 
 def shapes(parameters: int, layers: Sequence[int]) -> dict[str, Sized]:
@@ -109,25 +97,22 @@ def timed(
     prompts = ["Once upon a time", "The little dog", "def main(", "Question: Tom has 5 apples."][:num_prompts]
     drawn = Sampling(temperature=0.0)
 
-    def run(turn: Turn[Timed, Seed]) -> Row:
-        way = turn.way
-        if way.shape not in engines:
-            path = drafters / way.shape / Seed(number=0).name
-            engines[way.shape] = outrider.load(model, drafter=f"model:path={path}", length="fixed:5", **shared)
-        engine = engines[way.shape]
-        engine.parts = replace(engine.parts, length=FixedLength(num_speculative_tokens=way.length))
+    def run(turn: Turn[Label, Label]) -> Row:
+        shape, length = turn.way.value
+        if shape not in engines:
+            path = drafters / shape / "seed-0"
+            engines[shape] = outrider.load(model, drafter=f"model:path={path}", length="fixed:5", **shared)
+        engine = engines[shape]
+        engine.parts = replace(engine.parts, length=FixedLength(num_speculative_tokens=length))
         each = []
         for prompt in prompts:
             began = time.perf_counter()
             [output] = engine.generate([prompt], max_new_tokens=num_tokens, sampling=drawn)
             each.append((time.perf_counter() - began) / max(1, output.num_steps))
-        return {"shape": way.shape, "length": way.length, "seconds": statistics.median(each)}
+        return {"shape": shape, "length": length, "seconds": statistics.median(each)}
 
-    todo = turns(
-        [Timed(shape=name, length=length) for name in family for length in range(1, DEPTH + 1)],
-        [Seed(number=number) for number in range(rounds + 1)],
-        seed="timed",
-    )
+    ways = [Label(f"{name}, {length}", (name, length)) for name in family for length in range(1, DEPTH + 1)]
+    todo = turns(ways, seeds_of(rounds + 1), seed="timed")
     return [row for row in place.take("timed", todo, run) if not row["turn"].split(" | ")[1].endswith("-0")]
 
 

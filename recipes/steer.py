@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from outrider.bench.evidence import Sums
 from outrider.drafters.steering import usual_taps
 from outrider.learning.divergences import divergence
 from outrider.learning.learner import Learner
@@ -21,7 +20,7 @@ from outrider.training.distill import Distilled
 from outrider.training.steer import steered_learner
 from recipes import options, trained
 from recipes.inquiry.papers import Paper
-from recipes.trained import DEPTH, SHAPE, Budget, Contrast, Texts, Way, findings, made
+from recipes.trained import DEPTH, Budget, Contrast, Texts, Way, compare
 
 PAPER = Paper(name="Berdoz et al. 2025, SD2", url="https://arxiv.org/abs/2511.09844")
 PUBLISHED = {0: "up to 22", 1: "up to 35"}
@@ -86,13 +85,4 @@ def ways(base: Path, target: PreTrainedModel, texts: Texts, budget: Budget) -> l
 @options.with_fields(Budget, text_steps=500)
 def main(budget: Budget) -> None:
     """Train and compare."""
-    with budget.folder("steer") as place:
-        texts = budget.texts()
-        found = ways(budget.draft(texts), budget.model(), texts, budget)
-        rows = made(place, found, budget.seeds, budget.work / "steer", texts.judge)
-        about = (
-            f"A draft model of {SHAPE['num_hidden_layers']} layer of width {SHAPE['hidden_size']}, first trained on "
-            f"{budget.num_text_tokens:,} tokens of text, then {budget.steps} steps of {budget.batch_size} rows of the "
-            f"target's answers, with {budget.seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}."
-        )
-        place.finish(findings(rows, CONTRASTS, about))
+    compare("steer", budget, ways, CONTRASTS, " of the target's answers")

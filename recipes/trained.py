@@ -39,6 +39,7 @@ from outrider.training.loop.settings import TrainSettings
 from outrider.training.loop.steps import Progress, train
 from recipes import options
 from recipes.inquiry.papers import Paper, gain
+from recipes.label import Label
 
 SLOTS = 32
 """Answers that the target writes at once."""
@@ -47,19 +48,24 @@ PROMPT = 32
 DEPTH = 5
 """Tokens of a draft."""
 TEMPERATURES = (0, 1)
-SHAPE = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-}
-"""Of draft models that are trained here."""
-AMOUNTS = (
-    *("num_texts", "length", "steps", "batch_size", "learning_rate", "seeds", "num_prompts", "text_steps", "out"),
-)
+AMOUNTS = ("num_texts", "length", "steps", "batch_size", "learning_rate", "seeds", "num_prompts", "text_steps", "out")
 """What is recorded of a budget."""
 QUICK = {"num_texts": 24, "steps": 2, "num_prompts": 4, "length": 48, "batch_size": 4, "seeds": 1}
+
+
+def shape(layers: int, width: int, inner: int) -> dict[str, int]:
+    """Sizes of a Llama whose heads are 64 wide and share one head of keys and values."""
+    return {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 64,
+        "num_key_value_heads": 1,
+    }
+
+
+SHAPE = shape(1, 256, 768)
+"""Of draft models that are trained here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,16 +128,9 @@ class Way:
     settings: Callable[[int], TrainSettings] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seed:
-    """The seed of a run, as the job of a turn."""
-
-    number: int
-
-    @property
-    def name(self) -> str:
-        """As rows name it."""
-        return f"seed-{self.number}"
+def seeds_of(count: int) -> list[Label]:
+    """The first seeds, as the jobs of turns."""
+    return Label.each(range(count), "seed-{}")
 
 
 def made(place: Folder, ways: Iterable[Way], seeds: int, keep: Path, judge: Callable[[Any], list[Row]]) -> list[Row]:
@@ -142,20 +141,19 @@ def made(place: Folder, ways: Iterable[Way], seeds: int, keep: Path, judge: Call
         judge: Judges a learner, such as `judged`.
     """
 
-    def run(way: Way, seed: Seed) -> Row:
-        return learnt(way, seed.number, keep / way.name / seed.name, judge)
+    def run(way: Way, seed: Label) -> Row:
+        return learnt(way, seed.value, keep / way.name / seed.name, judge)
 
     return over_seeds(place, "made", list(ways), seeds, run)
 
 
-def over_seeds(place: Folder, phase: str, ways: Sequence[W], seeds: int, run: Callable[[W, Seed], Row]) -> list[Row]:
+def over_seeds(place: Folder, phase: str, ways: Sequence[W], seeds: int, run: Callable[[W, Label], Row]) -> list[Row]:
     """Take every way with every seed in turns: a row for each thing in the `each` of what a turn found.
 
     Args:
         run: Takes a turn; its row has `method`, `seed` and `each`.
     """
-    todo = turns(ways, [Seed(number=number) for number in range(seeds)], seed=phase)
-    found = place.take(phase, todo, lambda turn: run(turn.way, turn.job))
+    found = place.take(phase, turns(ways, seeds_of(seeds), seed=phase), lambda turn: run(turn.way, turn.job))
     return [{"method": row["method"], "seed": row["seed"], **each} for row in found for each in row["each"]]
 
 
@@ -356,9 +354,7 @@ class Budget:
         plain: dict[str, Any] = {"drafter": "none", "max_slots": SLOTS, "device": self.device}
         engine = outrider.load(self.target, **plain)
         answers = written(engine, texts, "answers", sampling=Sampling(temperature=1.0, seed=7), prompt_tokens=PROMPT)
-        exact = outrider.load(
-            self.target, drafter="none", max_slots=SLOTS, device=self.device, dtype=self.judging_dtype
-        )
+        exact = outrider.load(self.target, **plain, dtype=self.judging_dtype)
         held: dict[int, Sequence[Document]] = {}
         for temperature in TEMPERATURES:
             drawn = Sampling(temperature=float(temperature), seed=11)
@@ -480,6 +476,31 @@ def efficiencies(sums: Sums, methods: Sequence[str], rows: Sequence[Row]) -> Tab
     for temperature in TEMPERATURES:
         head += [f"tokens per step, T {temperature}", f"by seed, T {temperature}", f"first token, T {temperature}"]
     return Table(title="Block efficiency, chains of 5 tokens", head=head, lines=lines)
+
+
+def compare(
+    recipe: str,
+    budget: Budget,
+    ways: Callable[[Path, PreTrainedModel, Texts, Budget], list[Way]],
+    contrasts: Sequence[Contrast],
+    learns: str,
+) -> None:
+    """Train the draft model that has learnt text further in all ways, and write how these compare.
+
+    Args:
+        ways: Makes them, of the draft model's folder and the target.
+        learns: What the rows of a step are, in words.
+    """
+    with budget.folder(recipe) as place:
+        texts = budget.texts()
+        found = ways(budget.draft(texts), budget.model(), texts, budget)
+        rows = made(place, found, budget.seeds, budget.work / recipe, texts.judge)
+        about = (
+            f"A draft model of {SHAPE['num_hidden_layers']} layer of width {SHAPE['hidden_size']}, first trained on "
+            f"{budget.num_text_tokens:,} tokens of text, then {budget.steps} steps of {budget.batch_size} rows{learns},"
+            f" with {budget.seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}."
+        )
+        place.finish(findings(rows, contrasts, about))
 
 
 def findings(

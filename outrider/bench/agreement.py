@@ -132,7 +132,6 @@ def along_text(
     *,
     num_speculative_tokens: int = 5,
     temperature: float = 1.0,
-    seed: int = 0,
     until: Deadline = ENDLESS,
 ) -> Pairs:
     """Compare rows at every position of texts, and into a draft that begins there, drawn by the drafter itself.
@@ -166,17 +165,15 @@ def along_text(
             states: list[Running] = []
             try:
                 for i, text in enumerate(some, first):
-                    states.append(_open(parts, str(i), text, Sampling(temperature=temperature, seed=seed + i)))
+                    sampling = Sampling(temperature=temperature, seed=i)
+                    # The text's first token is the anchor of a request with an empty cache.
+                    asked = Request(id=str(i), prompt=(text[0],), max_new_tokens=len(text) - 1, sampling=sampling)
+                    states.append(begin(parts, asked))
                 _follow(parts, rule, states, some, seen, progress, until)
             finally:
                 for state in states:
                     end(parts, state)
     return _joined(seen)
-
-
-def _open(parts: Parts, id: str, text: Sequence[int], sampling: Sampling) -> Running:
-    """A request with an empty cache; the text's first token is its anchor."""
-    return begin(parts, Request(id=id, prompt=(text[0],), max_new_tokens=len(text) - 1, sampling=sampling))
 
 
 def _follow(
@@ -236,7 +233,6 @@ def run_freely(
     num_speculative_tokens: int = 5,
     max_new_tokens: int = 64,
     temperature: float = 1.0,
-    seed: int = 0,
     until: Deadline = ENDLESS,
 ) -> FreeRun:
     """Continue prompts with chains under token verification (matching, where the drafter has no rows).
@@ -263,7 +259,7 @@ def run_freely(
     )
     watched.watch = watch
     ids = [
-        watched.add(prompt, max_new_tokens=max_new_tokens, sampling=Sampling(temperature=temperature, seed=seed + i))
+        watched.add(prompt, max_new_tokens=max_new_tokens, sampling=Sampling(temperature=temperature, seed=i))
         for i, prompt in enumerate(prompts)
     ]
     steps: list[Step] = []

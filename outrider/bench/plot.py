@@ -3,7 +3,7 @@
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -41,7 +41,6 @@ class Panel:
     """One pair of axes. Units stand in the labels.
 
     Attributes:
-        line: A value that something promised; None draws no line.
         exact: Whether points stand where they are, without ticks of their own; otherwise curves are set apart a little.
         reading: How to read it, in a sentence.
     """
@@ -50,24 +49,7 @@ class Panel:
     x: str
     y: str
     curves: Sequence[Curve]
-    line: float | None = None
     exact: bool = False
-    reading: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bars:
-    """Figures side by side for each of some names.
-
-    Attributes:
-        groups: By the label of each colour, one figure per name.
-        reading: How to read it, in a sentence.
-    """
-
-    title: str
-    x: str
-    names: Sequence[str]
-    groups: dict[str, Sequence[IntervalEstimate]]
     reading: str = ""
 
 
@@ -77,7 +59,6 @@ class Dots:
 
     Attributes:
         groups: By the label of each colour, one ratio per name; None where there is none.
-        line: The ratio at which nothing differs.
         reading: How to read it, in a sentence.
     """
 
@@ -85,7 +66,6 @@ class Dots:
     x: str
     names: Sequence[str]
     groups: Mapping[str, Sequence[IntervalEstimate | None]]
-    line: float = 1.0
     reading: str = ""
 
 
@@ -105,7 +85,7 @@ class Stacks:
     reading: str = ""
 
 
-Figure = Panel | Bars | Dots | Stacks
+Figure = Panel | Dots | Stacks
 
 
 def draw(panels: Sequence[Figure], columns: int = 2, size: tuple[float, float] = SIZE) -> str:
@@ -131,8 +111,6 @@ def draw(panels: Sequence[Figure], columns: int = 2, size: tuple[float, float] =
         for i, panel in enumerate(panels):
             axes = figure.add_subplot(lines, columns, i + 1)
             match panel:
-                case Bars():
-                    _bars(axes, panel)
                 case Dots():
                     _dots(axes, panel)
                 case Stacks():
@@ -144,11 +122,11 @@ def draw(panels: Sequence[Figure], columns: int = 2, size: tuple[float, float] =
     return text.getvalue()
 
 
-def _has_names(panel: Figure) -> TypeGuard[Bars | Dots | Stacks]:
+def _has_names(panel: Figure) -> TypeGuard[Dots | Stacks]:
     return not isinstance(panel, Panel)
 
 
-def _line_height(panel: Bars | Dots | Stacks) -> float:
+def _line_height(panel: Dots | Stacks) -> float:
     """Inches that one name takes."""
     return max(0.4, 0.16 * len(panel.groups)) if isinstance(panel, Dots) else 0.4
 
@@ -166,12 +144,11 @@ def _curves(axes: Axes, panel: Panel) -> None:
     ticks = sorted({x for curve in panel.curves for x in curve.x})
     offset = 0.0 if panel.exact else min(np.diff(ticks), default=1.0) * 0.35 / max(1, len(panel.curves))
     for k, curve in enumerate(panel.curves):
-        value, low, high = (np.array([getattr(e, name) for e in curve.y]) for name in ("value", "low", "high"))
+        value, error = _with_error(curve.y)
         axes.errorbar(
             np.array(curve.x) + offset * (k - (len(panel.curves) - 1) / 2),
             value,
-            # A quantile interval need not hold the figure itself.
-            yerr=[(value - low).clip(min=0), (high - value).clip(min=0)],
+            yerr=error,
             label=curve.label,
             color=_color(k if curve.color is None else curve.color, len(panel.curves)),
             marker="osD^v<>Px*"[k % 10],
@@ -181,8 +158,6 @@ def _curves(axes: Axes, panel: Panel) -> None:
             elinewidth=0.8,
             capsize=2,
         )
-    if panel.line is not None:
-        axes.axhline(panel.line, color="grey", linestyle=":")
     axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
     if len(ticks) <= 16 and (not panel.exact or all(x == int(x) for x in ticks)):
         axes.set_xticks(ticks)
@@ -193,26 +168,15 @@ def _curves(axes: Axes, panel: Panel) -> None:
         axes.legend(fontsize=7)
 
 
-def _bars(axes: Axes, panel: Bars) -> None:
-    thick = 0.8 / len(panel.groups)
-    for k, (label, figures) in enumerate(panel.groups.items()):
-        value, low, high = (np.array([getattr(e, name) for e in figures]) for name in ("value", "low", "high"))
-        error = [(value - low).clip(min=0), (high - value).clip(min=0)]
-        axes.barh(np.arange(len(panel.names)) + thick * (k - 0.5), value, 0.95 * thick, xerr=error, label=label)
-    axes.set(title=panel.title, xlabel=panel.x)
-    axes.set_yticks(np.arange(len(panel.names)), list(panel.names))
-    axes.legend(fontsize=7)
-
-
 def _dots(axes: Axes, panel: Dots) -> None:
     offset = 0.7 / max(1, len(panel.groups))
     for k, (label, figures) in enumerate(panel.groups.items()):
         there = [(i, each) for i, each in enumerate(figures) if each is not None]
-        value, low, high = (np.array([getattr(each, name) for _, each in there]) for name in ("value", "low", "high"))
+        value, error = _with_error([each for _, each in there])
         axes.errorbar(
             value,
             np.array([i for i, _ in there]) + offset * (k - (len(panel.groups) - 1) / 2),
-            xerr=[(value - low).clip(min=0), (high - value).clip(min=0)],
+            xerr=error,
             label=label,
             color=_color(k, len(panel.groups)),
             marker="osD^v<>Px*"[k % 10],
@@ -221,14 +185,11 @@ def _dots(axes: Axes, panel: Dots) -> None:
             elinewidth=1.2,
             capsize=2,
         )
-    axes.axvline(panel.line, color="grey", linestyle=":")
+    axes.axvline(1.0, color="grey", linestyle=":")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set(title=panel.title, xlabel=panel.x)
-    axes.set_yticks(np.arange(len(panel.names)), list(panel.names))
-    axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
-    _legend(axes, len(panel.groups))
+    _named(axes, panel, len(panel.groups))
 
 
 def _stacks(axes: Axes, panel: Stacks) -> None:
@@ -236,12 +197,18 @@ def _stacks(axes: Axes, panel: Stacks) -> None:
     for k, (label, amounts) in enumerate(panel.parts.items()):
         axes.barh(np.arange(len(panel.names)), amounts, 0.6, begin, label=label, color=_color(k, len(panel.parts)))
         begin += np.array(amounts)
+    _named(axes, panel, len(panel.parts))
+
+
+def _with_error(figures: Sequence[IntervalEstimate]) -> tuple[Any, list[Any]]:
+    """Figures, and how far their intervals reach to both sides; a quantile interval need not hold the figure itself."""
+    value, low, high = (np.array([getattr(each, name) for each in figures]) for name in ("value", "low", "high"))
+    return value, [(value - low).clip(min=0), (high - value).clip(min=0)]
+
+
+def _named(axes: Axes, panel: Dots | Stacks, count: int) -> None:
+    """The names, the first one on top, and a legend of `count` colours below the axes, where it hides nothing."""
     axes.set(title=panel.title, xlabel=panel.x)
     axes.set_yticks(np.arange(len(panel.names)), list(panel.names))
     axes.invert_yaxis()
-    _legend(axes, len(panel.parts))
-
-
-def _legend(axes: Axes, count: int) -> None:
-    """A legend below the axes, where it hides nothing."""
     axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=min(3, count), frameon=False)

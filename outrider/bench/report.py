@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.bench.circumstances import sentence
-from outrider.bench.plot import Bars, Dots, Figure, Panel, Stacks, draw
+from outrider.bench.plot import Dots, Figure, Panel, Stacks, draw
 
 VERDICTS = {True: "holds", False: "does not hold", None: "undecided"}
 
@@ -178,7 +178,7 @@ def data_of(panel: Figure) -> Table:
         case Panel():
             points = [[c.label, f"{x:g}", y.text(".4g")] for c in panel.curves for x, y in zip(c.x, c.y, strict=True)]
             return Table(head=("", panel.x, panel.y), lines=points)
-        case Bars() | Dots():
+        case Dots():
             lines = [
                 [name, *("-" if (one := each[i]) is None else one.text(".4g") for each in panel.groups.values())]
                 for i, name in enumerate(panel.names)
@@ -207,11 +207,10 @@ class Findings:
     verdict: str = ""
     text: str = ""
     summary: Mapping[str, Any] | None = None
-    columns: int = 2
 
     def plot(self) -> str:
         """The panels as SVG; empty where there are none."""
-        return draw(self.panels, self.columns) if self.panels else ""
+        return draw(self.panels) if self.panels else ""
 
     def markdown(self, recipe: str, circumstances: Mapping[str, Any]) -> str:
         """Circumstances and tables."""

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 from rich.console import Console
-from rich.table import Table
 
 from outrider.bench.evidence import Row
 from outrider.bench.side_by_side import metrics
@@ -24,7 +23,7 @@ from outrider.bench.workloads.workload import BUILT_IN, read_workload
 from outrider.cli.backend import Backend, support_of
 from outrider.cli.bench import MAX_NEW_TOKENS, BenchOptions
 from outrider.cli.bench_printed import WIDTH
-from outrider.cli.printed import print_line
+from outrider.cli.printed import print_line, table
 from outrider.cli.remote import RemoteOptions
 from outrider.cli.request import RequestOptions
 from outrider.cli.url_backend import UrlBackend
@@ -269,20 +268,8 @@ def _row(
 def print_figures(figures: Sequence[Mapping[str, Any]]) -> None:
     """The most important figures of each load."""
     console = Console(highlight=False, soft_wrap=True, width=max(WIDTH, Console().width))
-    table = Table(box=None)
-    for head in (
-        "load",
-        "requests/s",
-        "tokens/s",
-        "TTFT ms",
-        "p99",
-        "TPOT ms",
-        "p99",
-        "good/s",
-        "tokens/draft",
-        "accepted",
-    ):
-        table.add_column(head, justify="left" if head == "load" else "right", no_wrap=True)
+    latencies = ("TTFT ms", "p99", "TPOT ms", "p99")
+    loads = table(("load", "requests/s", "tokens/s", *latencies, "good/s", "tokens/draft", "accepted"), no_wrap=True)
     for each in figures:
         times = [
             "-" if each[kind] is None else f"{1000 * each[kind][name]:.1f}"
@@ -290,7 +277,7 @@ def print_figures(figures: Sequence[Mapping[str, Any]]) -> None:
             for name in ("mean", "p99")
         ]
         good, length, rate = each["goodput"], each["acceptance_length"], each["acceptance_rate"]
-        table.add_row(
+        loads.add_row(
             f"{each['engine']}, {each['load']}",
             f"{each['request_throughput']:.2f}",
             f"{each['output_throughput']:.1f}",
@@ -299,4 +286,4 @@ def print_figures(figures: Sequence[Mapping[str, Any]]) -> None:
             "-" if length is None else f"{length:.2f}",
             "-" if rate is None else f"{rate:.0%}",
         )
-    console.print(table)
+    console.print(loads)

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from outrider.bench.side_by_side.comparison import compare, figures
+from outrider.cli.printed import table
 from outrider.core import progress
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
@@ -29,14 +29,11 @@ def compared(engine: Engine, prompts: Sequence[Prompt], settings: Sampling, max_
 
 def print_comparison(comparison: Mapping[str, Any]) -> None:
     """Print the result of `compared`."""
-    title = f"measured side by side, medians of {ROUNDS} interleaved runs"
-    table = Table(title=title, title_justify="left", box=None)
-    table.add_column("configuration")
-    table.add_column("tokens/s", justify="right")
+    rates = table(("configuration", "tokens/s"), f"measured side by side, medians of {ROUNDS} interleaved runs")
     for name, rate in comparison["tokens_per_second"].items():
-        table.add_row(name, f"{rate:.1f}")
+        rates.add_row(name, f"{rate:.1f}")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(table)
+    console.print(rates)
     console.print(
         f"speedup {comparison['speedup']:.2f} over {comparison['plain']}, the fastest that drafts nothing", style="cyan"
     )

@@ -15,6 +15,7 @@ from outrider.bench.agreement import LEAST_TEXT, RowAgreement
 from outrider.bench.doctor import LENGTHS, Diagnosis, Side, Worth, compare_sides, measure
 from outrider.bench.examination import Judge, examine
 from outrider.cli.opened import check_numbers, opened
+from outrider.cli.printed import table
 from outrider.cli.prompts import read_file
 from outrider.core import progress
 from outrider.core.deadline import Deadline
@@ -66,10 +67,7 @@ def doctor(setup: Setup, plan: DoctorOptions, *, text: Path | None, as_json: boo
 
 def _diagnosis(setup: Setup, plan: DoctorOptions, text: Path | None) -> Diagnosis:
     """The findings."""
-    as_dtype(setup.dtype)
-    as_device(setup.device)
-    Quantiser.of(setup.weights)
-    use_threads(setup.threads)
+    _check_setup(setup)
     if text is not None and setup.target is not None and setup.drafter is None:
         raise InputError("--text is for measuring a drafter; give --drafter too, or leave out --text")
     chosen = completed(setup).drafter if setup.target is None else setup.drafter
@@ -93,10 +91,7 @@ def examine_head(setup: Setup, head: str, *, text: Path | None, as_json: bool) -
     """Say why a head drafts badly, one sentence for each finding."""
     if setup.drafter is not None:
         raise InputError("give the head as HEAD or as --drafter, not both: HEAD is examined, and --drafter is measured")
-    as_dtype(setup.dtype)
-    as_device(setup.device)
-    Quantiser.of(setup.weights)
-    use_threads(setup.threads)
+    _check_setup(setup)
     prompts = read_file(TEXT if text is None else text)
     some = random.Random(0).sample(list(prompts), min(EXAMINED, len(prompts)))
     with progress.shown("examining"):
@@ -120,6 +115,14 @@ def examine_head(setup: Setup, head: str, *, text: Path | None, as_json: bool) -
         console.print("Nothing was found that lowers its acceptance.")
 
 
+def _check_setup(setup: Setup) -> None:
+    """Find what is wrong with a setup before anything is opened."""
+    as_dtype(setup.dtype)
+    as_device(setup.device)
+    Quantiser.of(setup.weights)
+    use_threads(setup.threads)
+
+
 def _looked_at(setup: Setup, drafter: str | None) -> Diagnosis:
     """Findings from configs and tokenizers; loads no weights."""
     config = open_config(str(setup.target), revision=setup.revision, trust_remote_code=setup.trust_remote_code)
@@ -138,12 +141,7 @@ def _encoded(engine: Engine, prompt: Prompt) -> list[int]:
     return engine.encode("\n".join(str(each["content"]) for each in prompt if isinstance(each, Mapping)))
 
 
-def _measured(
-    engine: Engine,
-    diagnosis: Diagnosis,
-    prompts: Sequence[Prompt],
-    plan: DoctorOptions,
-) -> Diagnosis:
+def _measured(engine: Engine, diagnosis: Diagnosis, prompts: Sequence[Prompt], plan: DoctorOptions) -> Diagnosis:
     """The diagnosis with measurements."""
     if engine.tokenizer is None:
         note = "There is no tokenizer beside the target, so no text can be measured."
@@ -179,20 +177,17 @@ def _some(texts: Sequence[Sequence[int]], num_tokens: int, engine: Engine) -> li
 
 def _print(diagnosis: Diagnosis) -> None:
     console = Console(highlight=False)
-    table = Table(title="the target", title_justify="left", box=None)
-    for column in ("feature", "supported", "reason"):
-        table.add_column(column, overflow="fold")
+    features = table(("feature", "supported", "reason"), "the target", words=3, overflow="fold")
     for each in diagnosis.capabilities:
-        table.add_row(each.feature, "yes" if each.supported else "no", each.reason)
-    console.print(table)
+        features.add_row(each.feature, "yes" if each.supported else "no", each.reason)
+    console.print(features)
     if diagnosis.aspects is not None:
-        table = Table(title="\ntarget and draft model", title_justify="left", box=None)
-        for column in ("", "target", "draft model", "same", "what a difference means"):
-            table.add_column(column, overflow="fold")
+        columns = ("", "target", "draft model", "same", "what a difference means")
+        aspects = table(columns, "\ntarget and draft model", words=5, overflow="fold")
         for aspect in diagnosis.aspects:
             word = "yes" if aspect.same else "no"
-            table.add_row(aspect.name, aspect.target, aspect.draft, word, "" if aspect.same else aspect.means)
-        console.print(table)
+            aspects.add_row(aspect.name, aspect.target, aspect.draft, word, "" if aspect.same else aspect.means)
+        console.print(aspects)
     if diagnosis.refusal is not None:
         console.print(f"\nrefused: {diagnosis.refusal}", markup=False)
     for note in diagnosis.notes:
@@ -203,15 +198,14 @@ def _print(diagnosis: Diagnosis) -> None:
         console.print(_agreement("\ninto drafts that begin in the text, by depth", "depth", diagnosis.by_depth))
     if diagnosis.free is not None:
         free = diagnosis.free
-        table = Table(title="\nfree running, by depth", title_justify="left", box=None)
-        for column in ("depth", "accepted", "if judged", "sum min(p, q)", "same argmax"):
-            table.add_column(column, justify="right")
+        columns = ("depth", "accepted", "if judged", "sum min(p, q)", "same argmax")
+        depths = table(columns, "\nfree running, by depth", words=0)
         for i, share in enumerate(free.unconditional):
             judged = f"{free.conditional[i]:.1%}" if i < len(free.conditional) else "-"
             rows = free.rows[i] if i < len(free.rows) else None
             alpha, argmax = ("-", "-") if rows is None else (f"{rows.alpha:.3f}", f"{rows.argmax:.1%}")
-            table.add_row(str(i + 1), f"{share:.1%}", judged, alpha, argmax)
-        console.print(table)
+            depths.add_row(str(i + 1), f"{share:.1%}", judged, alpha, argmax)
+        console.print(depths)
         console.print(
             f"{free.num_steps} steps, {free.num_accepted_tokens} of {free.num_draft_tokens} draft tokens accepted, "
             f"block efficiency {free.block_efficiency:.2f}, acceptance {free.acceptance:.1%} of the judged tokens"
@@ -229,25 +223,21 @@ def _print(diagnosis: Diagnosis) -> None:
 
 
 def _agreement(title: str, where: str, rows: Sequence[RowAgreement]) -> Table:
-    table = Table(title=title, title_justify="left", box=None)
-    for column in (where, "pairs", "sum min(p, q)", "total variation", "same argmax"):
-        table.add_column(column, justify="right")
+    agreement = table((where, "pairs", "sum min(p, q)", "total variation", "same argmax"), title, words=0)
     for row in rows:
-        table.add_row(row.where, str(row.count), f"{row.alpha:.3f}", f"{row.variation:.3f}", f"{row.argmax:.1%}")
-    return table
+        agreement.add_row(row.where, str(row.count), f"{row.alpha:.3f}", f"{row.variation:.3f}", f"{row.argmax:.1%}")
+    return agreement
 
 
 def _print_worth(console: Console, worth: Worth) -> None:
-    table = Table(title="\nspeedup by acceptance and draft length, by measured costs", title_justify="left", box=None)
-    table.add_column("acceptance", justify="right")
-    for length in LENGTHS:
-        table.add_column(str(length), justify="right")
+    title = "\nspeedup by acceptance and draft length, by measured costs"
+    speedups = table(("acceptance", *map(str, LENGTHS)), title, words=0)
     for acceptance, row in worth.speedups.items():
         measured = " (measured)" if acceptance == worth.acceptance else ""
-        table.add_row(f"{acceptance:.2f}{measured}", *(f"{row[length]:.2f}" for length in LENGTHS))
+        speedups.add_row(f"{acceptance:.2f}{measured}", *(f"{row[length]:.2f}" for length in LENGTHS))
     even = (worth.break_even[length] for length in LENGTHS)
-    table.add_row("break-even", *("never" if a is None else f"{a:.2f}" for a in even))
-    console.print(table)
+    speedups.add_row("break-even", *("never" if a is None else f"{a:.2f}" for a in even))
+    console.print(speedups)
     _print_costs(console, worth)
 
 

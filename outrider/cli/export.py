@@ -2,7 +2,7 @@
 
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,28 +90,14 @@ def export(options: ExportOptions, as_json: bool) -> int:
     from outrider.handoff.export import export as written
     from outrider.handoff.order import ExportRequest
     from outrider.handoff.smoke import run_check
+    from outrider.handoff.source import as_folder
 
     if options.target is None and options.drafter is None:
         target, drafter = str(EMBEDDED_TARGET), "model" if options.dry_run else str(EMBEDDED_DRAFT)
     else:
         target, drafter = options.target or str(EMBEDDED_TARGET), options.drafter or "suffix"
-    order = ExportRequest(
-        to=options.to,
-        target=target,
-        drafter=drafter,
-        out=options.out,
-        verifier_id=options.verifier_id,
-        dtype=options.dtype,
-        num_speculative_tokens=options.num_speculative_tokens,
-        plan=options.plan,
-        dry_run=options.dry_run,
-        measure=options.measure,
-        prompts=options.prompts,
-        new_tokens=options.new_tokens,
-        device=options.device,
-        revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
-    )
+    given = {each.name: getattr(options, each.name) for each in fields(ExportRequest)}
+    order = ExportRequest(**given | {"target": target, "drafter": drafter})
     tell_loading()
     with progress.shown(f"writing the export for {options.to}"):
         exported = written(order)
@@ -129,7 +115,9 @@ def export(options: ExportOptions, as_json: bool) -> int:
     if python is None:
         return 0
     with tempfile.TemporaryDirectory() as room, progress.shown(f"checking the export with {options.to}"):
-        done = run_check(order.out, python, _asked(options, target, Path(room)))
+        # The room is for the weights of a GGUF file, if the engine reads none.
+        where = ["--target", as_folder(target, options.to, Path(room))] if options.check_url is None else None
+        done = run_check(order.out, python, where or ["--url", str(options.check_url)])
     print(done.stdout, end="", file=sys.stdout if done.returncode == 0 else sys.stderr)
     return 1 if done.returncode else 0
 
@@ -154,19 +142,6 @@ def _python(options: ExportOptions) -> Path | None:
     if not python.is_file():
         raise InputError(f"there is no Python {python}; give the interpreter of {options.to}'s environment")
     return python
-
-
-def _asked(options: ExportOptions, target: str, room: Path) -> list[str]:
-    """The arguments of the smoke test.
-
-    Args:
-        room: An empty folder for the weights of a GGUF file, if the engine reads none.
-    """
-    if options.check_url is not None:
-        return ["--url", options.check_url]
-    from outrider.handoff.source import as_folder
-
-    return ["--target", as_folder(target, str(options.to), room)]
 
 
 def _print(exported: "Exported") -> None:

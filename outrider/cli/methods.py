@@ -6,9 +6,9 @@ import textwrap
 from typing import Any, cast, get_args
 
 from rich.console import Console
-from rich.table import Table
 
 from outrider import catalog
+from outrider.cli.printed import table
 from outrider.core.row import Family
 from outrider.drafters.traits import Traits
 from outrider.lengths.protocol import LengthPolicy
@@ -53,20 +53,17 @@ def methods(*, as_json: bool, as_markdown: bool) -> None:
             for line in filter(None, (fields, row.source)):
                 console.print(f"      {line}", style="dim", markup=False, highlight=False, soft_wrap=True)
         console.print()
-    table = Table(title="what each drafter says of itself", title_justify="left", box=None)
-    for column in ("drafter", *TRAITS):
-        table.add_column(column, overflow="fold")
+    columns = ("drafter", *TRAITS)
+    drafters = table(columns, "what each drafter says of itself", words=len(columns), overflow="fold")
     for row in catalog.rows("drafter").values():
-        table.add_row(row.name, *_traits(row.kind))
-    console.print(table)
+        drafters.add_row(row.name, *_traits(row.kind))
+    console.print(drafters)
     console.print()
-    table = Table(title="what each verifier is on each kind of draft", title_justify="left", box=None)
-    table.add_column("verifier")
-    for kind in kinds:
-        table.add_column(kind, overflow="fold")
+    title = "what each verifier is on each kind of draft"
+    cells = table(("verifier", *kinds), title, words=1 + len(kinds), overflow="fold")
     for name in catalog.rows("verifier"):
-        table.add_row(name, *(cell(name, kind) for kind in kinds))
-    console.print(table)
+        cells.add_row(name, *(cell(name, kind) for kind in kinds))
+    console.print(cells)
     for condition in conditions():
         console.print(f"- {condition}")
 

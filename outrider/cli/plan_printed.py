@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from outrider.cli.printed import table
 from outrider.plan.prediction import PlanPrediction
 from outrider.plan.record import RecordedRun
 from outrider.plan.simulation import Simulated
@@ -34,12 +34,11 @@ def print_advice(advice: Advice, record: RecordedRun) -> None:
     console = _console()
     console.print(advice.sentence())
     for requests, ranked in advice.by_requests.items():
-        shown = _shown(ranked)
         columns = ("way", "times plain", "tokens/s", "ms/token", "tokens/step", "breaks even at")
-        table = _table(f"{requests} at once", columns)
-        for each in shown:
+        ways = table(columns, f"{requests} at once", no_wrap=True)
+        for each in _shown(ranked):
             mark = "≥ " if each.way.certainty == "at least" else ""
-            table.add_row(
+            ways.add_row(
                 each.way.name,
                 f"{mark}{each.speedup.value:.2f} ({each.speedup.low:.2f} to {each.speedup.high:.2f})",
                 f"{each.tokens_per_second.value:.0f}",
@@ -47,7 +46,7 @@ def print_advice(advice: Advice, record: RecordedRun) -> None:
                 f"{mark}{each.block_efficiency.value:.2f}",
                 f"{each.break_even:.2f}",
             )
-        console.print(table)
+        console.print(ways)
     tokens = sum(len(text.tokens) for text in record.texts)
     console.print(
         f"from {tokens} tokens of {len(record.texts)} prompts at temperature {record.temperature:g}; intervals of 90 %"
@@ -60,10 +59,10 @@ def print_advice(advice: Advice, record: RecordedRun) -> None:
 def print_loads(loads: Mapping[DraftConfiguration, Sequence[Simulated]]) -> None:
     """Print what users see under each load."""
     columns = ("way", "requests/s", "tokens/s", "TTFT p50, p99 (ms)", "TPOT p50, p99 (ms)", "in a step", "keeps up")
-    table = _table("simulated loads", columns)
+    simulated = table(columns, "simulated loads", no_wrap=True)
     for way, simulations in loads.items():
         for each in simulations:
-            table.add_row(
+            simulated.add_row(
                 way.name,
                 f"{each.rate:g}",
                 f"{each.tokens_per_second:.0f}",
@@ -72,7 +71,7 @@ def print_loads(loads: Mapping[DraftConfiguration, Sequence[Simulated]]) -> None
                 f"{each.mean_running:.1f}",
                 "yes" if each.keeps_up else "no",
             )
-    _console().print(table)
+    _console().print(simulated)
 
 
 def _console() -> Console:
@@ -86,10 +85,3 @@ def _shown(predictions: Sequence[PlanPrediction]) -> list[PlanPrediction]:
     best = {each.way.drafter: each for each in reversed(predictions)}
     kept = [*predictions[:MAX_ROWS], *best.values()]
     return [each for each in predictions if each in kept]
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=None)
-    for name in columns:
-        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
-    return table

@@ -19,6 +19,19 @@ def print_json(record: Mapping[str, Any]) -> None:
     print(json.dumps(record, ensure_ascii=not utf8), flush=True)
 
 
+def table(columns: Sequence[str], title: str | None = None, *, words: int = 1, **options: Any) -> Table:
+    """A table without a frame. Its first columns hold words, the others numbers, which stand at the right.
+
+    Args:
+        words: How many columns hold words.
+        options: Of every column, as rich has them.
+    """
+    made = Table(title=title, title_justify="left", box=None)
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="left" if number < words else "right", **options)
+    return made
+
+
 def print_output(index: int, output: Output) -> None:
     """Print one of several outputs."""
     console = Console(highlight=False, soft_wrap=True)
@@ -72,12 +85,11 @@ def print_profile(profile: Mapping[str, Any], forwards: Mapping[str, str]) -> No
     spent = dict(profile["ms_per_iteration"])
     overlap = spent.pop("overlap")
     total = sum(spent.values()) - overlap or 1
-    table = Table(title=f"where the time of {profile['iterations']} iterations goes", title_justify="left", box=None)
-    for column in ("part", "ms per iteration", "share"):
-        table.add_column(column, justify="right" if column != "part" else "left")
+    title = f"where the time of {profile['iterations']} iterations goes"
+    parts = table(("part", "ms per iteration", "share"), title)
     for part, milliseconds in [*spent.items(), *([("at once", -overlap)] if overlap else [])]:
-        table.add_row(part, f"{milliseconds:.2f}", f"{milliseconds / total:.1%}")
+        parts.add_row(part, f"{milliseconds:.2f}", f"{milliseconds / total:.1%}")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(table)
+    console.print(parts)
     for role, how in forwards.items():
         console.print(f"forwards of the {role}: {how}", style="cyan")

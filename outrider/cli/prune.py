@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.cli.opened import tell_loading
-from outrider.cli.printed import print_json, print_line
+from outrider.cli.printed import print_json, print_line, table
 from outrider.core import progress
 from outrider.core.conversations import taken_for
 from outrider.core.destination import check_free
@@ -131,21 +130,10 @@ def plan(
     if as_json:
         print_json({"parameters": wanted, "context": context, "shapes": [asdict(each) for each in shapes]})
         return
-    table = Table(title=f"shapes of about {wanted:,} parameters, the fastest first", title_justify="left", box=None)
-    columns = (
-        "shape",
-        "parameters",
-        "ms per draft token",
-        "alpha",
-        "best length",
-        "tokens/s",
-        "speedup",
-        "alpha needed",
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column == "shape" else "right")
+    columns = ("shape", "parameters", "ms per draft token", "alpha", "best length", "tokens/s", "speedup")
+    shown = table((*columns, "alpha needed"), f"shapes of about {wanted:,} parameters, the fastest first")
     for each in shapes:
-        table.add_row(
+        shown.add_row(
             str(each.shape),
             f"{each.num_parameters:,}",
             f"{each.draft_seconds * 1000:.2f}",
@@ -156,7 +144,7 @@ def plan(
             "never" if each.needed is None else f"{each.needed:.2f}",
         )
     console = Console(highlight=False, soft_wrap=True)
-    console.print(table)
+    console.print(shown)
     console.print("alpha needed: the acceptance that would make the shape as fast as the first one")
 
 

@@ -4,9 +4,8 @@ import ast
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,27 +47,6 @@ REPORT = "report.html"
 KNOWN = {"out", "step", "log", "before", "after", "improved", "score_before", "score_later", "report"}
 KNOWN |= {"swapped", "decoded"}
 """What is told of every run; the rest was found out about its drafter."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnswerTask:
-    """Which prompts the target answers, and how.
-
-    Attributes:
-        setup: The engine.
-        request: How answers are drawn.
-        data: Where the prompts are.
-        out: The file of answers.
-        prompt_tokens: Tokens of a text without a prompt that become the prompt.
-        as_json: Whether the result is printed as JSON.
-    """
-
-    setup: Setup
-    request: RequestOptions
-    data: DataOptions
-    out: Path
-    prompt_tokens: int
-    as_json: bool
 
 
 class HeadCommand(Command):
@@ -145,58 +123,46 @@ def data(
     stopped.
     """
     with locked_file(out):
-        _answer(
-            AnswerTask(setup=setup, request=request, data=texts, out=out, prompt_tokens=prompt_tokens, as_json=as_json)
+        _answer(setup, request, texts, out, prompt_tokens, as_json)
+
+
+def _of_draft_models(command: str, name: str, kind: Any, without: Collection[str] = ()) -> None:
+    """Add the command that trains a draft model in a way, with the options of the way.
+
+    Args:
+        name: The drafter's name in the catalog.
+    """
+
+    def run(
+        settings: TrainSettings,
+        texts: DataOptions,
+        watch: WatchOptions,
+        options: kind,
+        target: Target,
+        drafter: Begun,
+        out: Out,
+        estimate: Estimate = False,
+        as_json: Json = False,
+    ) -> None:
+        with _training():
+            from outrider.training import task as training
+
+        task = training.TrainTask(
+            target=target, drafter=drafter, out=out, settings=settings, data=texts, watch=watch, estimate=estimate
         )
+        run_training(name, functools.partial(getattr(training, command), options, task), as_json)
+
+    lacking = with_options(without=(*without, *NOT_OF_DRAFT_MODELS))
+    train.command(command, help=help_in(kind.__doc__))(lacking(run))
 
 
-@train.command(help=help_in(DistillOptions.__doc__))
-@with_options(without=("regenerate", *NOT_OF_DRAFT_MODELS))
-def distill(
-    settings: TrainSettings,
-    texts: DataOptions,
-    watch: WatchOptions,
-    options: DistillOptions,
-    target: Target,
-    drafter: Begun,
-    out: Out,
-    estimate: Estimate = False,
-    as_json: Json = False,
+_of_draft_models("distill", "model", DistillOptions, without=("regenerate",))
+_of_draft_models("steer", "steered", SteerOptions)
+
+
+def _answer(
+    setup: Setup, request: RequestOptions, texts: DataOptions, out: Path, prompt_tokens: int, as_json: bool
 ) -> None:
-    """Train a draft model."""
-    with _training():
-        from outrider.training import task as run
-
-    task = run.TrainTask(
-        target=target, drafter=drafter, out=out, settings=settings, data=texts, watch=watch, estimate=estimate
-    )
-    run_training("model", functools.partial(run.distill, options, task), as_json)
-
-
-@train.command(help=help_in(SteerOptions.__doc__))
-@with_options(without=NOT_OF_DRAFT_MODELS)
-def steer(
-    settings: TrainSettings,
-    texts: DataOptions,
-    watch: WatchOptions,
-    options: SteerOptions,
-    target: Target,
-    drafter: Begun,
-    out: Out,
-    estimate: Estimate = False,
-    as_json: Json = False,
-) -> None:
-    """Train a draft model and what steers it."""
-    with _training():
-        from outrider.training import task as run
-
-    task = run.TrainTask(
-        target=target, drafter=drafter, out=out, settings=settings, data=texts, watch=watch, estimate=estimate
-    )
-    run_training("steered", functools.partial(run.steer, options, task), as_json)
-
-
-def _answer(task: AnswerTask) -> None:
     """Answer the prompts, and print what was done."""
     with _training():
         from outrider.cli.opened import opened
@@ -206,28 +172,26 @@ def _answer(task: AnswerTask) -> None:
         from outrider.training.data.sources import DatasetPart
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    part = DatasetPart(split=task.data.split, config=task.data.subset, columns=task.data.columns)
-    engine = opened(task.setup)
+    part = DatasetPart(split=texts.split, config=texts.subset, columns=texts.columns)
+    engine = opened(setup)
     generation = AnswerOptions(
-        sampling=task.request.sampling(engine.sampling),
-        max_new_tokens=task.request.max_new_tokens or MAX_NEW_TOKENS,
-        prompt_tokens=task.prompt_tokens,
+        sampling=request.sampling(engine.sampling),
+        max_new_tokens=request.max_new_tokens or MAX_NEW_TOKENS,
+        prompt_tokens=prompt_tokens,
     )
-    note_room(engine, task.request.max_new_tokens)
+    note_room(engine, request.max_new_tokens)
     width = engine.parts.target.vocab_size
-    corpus = read_documents(
-        task.data.data, engine.tokenizer, part=part, limit=task.data.limit, prompts=True, vocab_size=width
-    )
-    if not task.as_json:
-        console.print(f"{', '.join(task.data.data)}: {corpus.taken_for}", style="cyan")
+    corpus = read_documents(texts.data, engine.tokenizer, part=part, limit=texts.limit, prompts=True, vocab_size=width)
+    if not as_json:
+        console.print(f"{', '.join(texts.data)}: {corpus.taken_for}", style="cyan")
         console.print(f"{corpus}", style="cyan")
-    with nullcontext() if task.as_json else progress.shown(), progress.task("answering", len(corpus), "prompts") as bar:
+    with nullcontext() if as_json else progress.shown(), progress.task("answering", len(corpus), "prompts") as bar:
         try:
             done = regenerate(
-                engine, corpus, task.out, generation, progress=lambda run: bar.reach(run.num_done, run.num_prompts)
+                engine, corpus, out, generation, progress=lambda run: bar.reach(run.num_done, run.num_prompts)
             )
         except KeyboardInterrupt:
-            print(f"interrupted; the same command continues {task.out}", file=sys.stderr)
+            print(f"interrupted; the same command continues {out}", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
     for number, failure in list(done.failed.items())[:SHOWN]:
         complain(InputError(f"prompt {number} has no answer: {failure}"))
@@ -237,14 +201,14 @@ def _answer(task: AnswerTask) -> None:
         "answers": done.num_answers,
         "tokens": done.num_tokens,
         "failed": len(done.failed),
-        "out": str(task.out),
+        "out": str(out),
     }
-    if task.as_json:
+    if as_json:
         print_json(report)
         return
     failed = f"; {len(done.failed)} prompts have no answer" if done.failed else ""
     kept = f", {done.num_kept} were there before" if done.num_kept else ""
-    console.print(f"{done.num_answers} answers with {done.num_tokens} tokens in {task.out}{kept}{failed}", style="cyan")
+    console.print(f"{done.num_answers} answers with {done.num_tokens} tokens in {out}{kept}{failed}", style="cyan")
 
 
 def run_training(name: str, work: Callable[[Console], dict[str, Any]], as_json: bool) -> None:

@@ -121,7 +121,7 @@ MOST_NODES, MOST_CHILDREN, DEEPEST = 16, 4, 8
 
 
 def ways_of(
-    name: str, drafter: Drafter, *, lengths: Sequence[int], reproducible: bool = False, trees: bool = True
+    name: str, drafter: Drafter, *, lengths: Sequence[int], reproducible: bool = False
 ) -> Iterator[DraftConfiguration]:
     """The lossless ways in which a drafter can be used, as far as a record tells their acceptance.
 
@@ -129,7 +129,6 @@ def ways_of(
         name: The drafter as it was written.
         lengths: Lengths of chains.
         reproducible: Whether outputs must depend on their seeds and the target alone.
-        trees: Whether trees are among them.
 
     Raises:
         InputError: A record does not tell what copies beside the drafter's own tokens are worth.
@@ -146,7 +145,7 @@ def ways_of(
         if drafter.rows == "point":
             # All verifiers judge a given token alike.
             break
-    if reproducible or not trees or drafter.rows == "point" or drafter.chains_only is not None:
+    if reproducible or drafter.rows == "point" or drafter.chains_only is not None:
         return
     for written in TREES:
         for way in _tree_ways(name, written):

@@ -9,7 +9,7 @@ import pytest
 from outrider import InputError
 from outrider.bench.evidence import IntervalEstimate
 from outrider.bench.folder import folder, read_rows
-from outrider.bench.plot import Bars, Curve, Panel
+from outrider.bench.plot import Curve, Dots, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import turns
 
@@ -127,8 +127,8 @@ def test_the_report_stands_alone_and_shows_what_was_found(tmp_path):
     findings = Findings(
         tables=[Table(title="A <table>", text="Before it.", head=("h",), lines=[["<cell>"]]), Table(text="Only text.")],
         panels=[
-            Panel(title="p", x="x", y="y", curves=[Curve(label="c", x=[1, 2], y=[estimate] * 2)], line=1.0),
-            Bars(title="b", x="x", names=["n", "m"], groups={"g": [estimate] * 2}),
+            Panel(title="p", x="x", y="y", curves=[Curve(label="c", x=[1, 2], y=[estimate] * 2)]),
+            Dots(title="b", x="x", names=["n", "m"], groups={"g": [estimate, None]}),
         ],
         text="What was done.",
         summary={"figure": 1},

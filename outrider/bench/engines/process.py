@@ -85,7 +85,7 @@ class Process(Driver):
             raise
         self.seconds = time.perf_counter() - began
 
-    def ask(self, asked: DriverRequest, *, patience: float = ANSWER) -> EngineOutput:
+    def ask(self, asked: DriverRequest) -> EngineOutput:
         """The tokens and the seconds of a run.
 
         Raises:
@@ -96,7 +96,7 @@ class Process(Driver):
         with contextlib.suppress(BrokenPipeError):
             self._input.write(json.dumps(asdict(asked)) + "\n")
             self._input.flush()
-        heard = self._hear(patience)
+        heard = self._hear(ANSWER)
         if "refused" in heard:
             raise Refused(" ".join(str(heard["refused"]).split())[:300])
         return EngineOutput.read(heard)

@@ -1,7 +1,7 @@
 """What a measurement shows: the verdict, tables and figures, for the terminal, for a page and for programs."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from outrider.bench.evidence import IntervalEstimate, Row, Sums
@@ -402,18 +402,11 @@ def _efficiency(rows: Sequence[Row]) -> IntervalEstimate:
 
 def by_concurrency(shown: Shown) -> Figure | None:
     """Throughput against the number of conversations at once."""
-    loads = sorted(
-        (load for load in shown.measurement.plan.loads if isinstance(load, ClosedLoop)),
-        key=lambda load: load.concurrency,
-    )
-    if len(loads) < 2:
+    at = {load: float(load.concurrency) for load in shown.measurement.plan.loads if isinstance(load, ClosedLoop)}
+    if len(at) < 2:
         return None
-
-    def throughput(way: str, load: Load) -> IntervalEstimate:
-        return _throughput(shown.rows(way, load))
-
     return _panel(
-        _over_loads(shown, loads, lambda load: float(getattr(load, "concurrency", 0)), throughput),
+        _over_loads(shown, at, lambda way, load: _throughput(shown.rows(way, load))),
         title="Throughput against batch",
         x="conversations at once",
         y="tokens per second",
@@ -430,24 +423,19 @@ def _throughput(rows: Sequence[Row]) -> IntervalEstimate:
 
 def by_rate(shown: Shown) -> list[Figure | None]:
     """Throughput, and latency, against the arrival rate."""
-    loads = sorted(
-        (load for load in shown.measurement.plan.loads if isinstance(load, OpenLoop)), key=lambda load: load.rate
-    )
-    if not loads:
+    at = {load: float(load.rate) for load in shown.measurement.plan.loads if isinstance(load, OpenLoop)}
+    if not at:
         return []
 
-    def at(load: Load) -> float:
-        return float(getattr(load, "rate", 0.0))
+    def latency(kind: Callable[[Sequence[Served]], list[float]]) -> list[Curve]:
+        def figure(way: str, load: Load) -> IntervalEstimate:
+            seconds = metrics.percentiles(kind(shown.served(way, load))) or {}
+            middle, worst = (1000 * seconds.get(p, 0.0) for p in ("p50", "p99"))
+            return IntervalEstimate(value=middle, low=middle, high=worst)
 
-    def tpot(way: str, load: Load) -> IntervalEstimate:
-        seconds = metrics.percentiles(metrics.time_per_output_token(shown.served(way, load))) or {}
-        return IntervalEstimate(**{name: 1000 * seconds.get(p, 0.0) for name, p in _MIDDLE_TO_WORST.items()})
+        return _over_loads(shown, at, figure)
 
-    def ttft(way: str, load: Load) -> IntervalEstimate:
-        seconds = metrics.percentiles(metrics.time_to_first_token(shown.served(way, load))) or {}
-        return IntervalEstimate(**{name: 1000 * seconds.get(p, 0.0) for name, p in _MIDDLE_TO_WORST.items()})
-
-    rates = _over_loads(shown, loads, at, lambda way, load: _throughput(shown.rows(way, load)))
+    rates = _over_loads(shown, at, lambda way, load: _throughput(shown.rows(way, load)))
     return [
         _panel(
             rates,
@@ -458,29 +446,24 @@ def by_rate(shown: Shown) -> list[Figure | None]:
         ),
         *(
             _panel(
-                _over_loads(shown, loads, at, figure),
+                latency(kind),
                 title=f"{name} against arrival rate",
                 x="conversations per second",
                 y=f"{name}, milliseconds",
                 reading="Points are medians, bars reach to the 99th percentile.",
             )
-            for name, figure in (("TPOT", tpot), ("TTFT", ttft))
+            for name, kind in (("TPOT", metrics.time_per_output_token), ("TTFT", metrics.time_to_first_token))
         ),
     ]
 
 
-_MIDDLE_TO_WORST = {"value": "p50", "low": "p50", "high": "p99"}
-
-
-def _over_loads(
-    shown: Shown, loads: Sequence[Load], at: Callable[[Load], float], figure: Callable[[str, Load], IntervalEstimate]
-) -> list[Curve]:
-    """A curve for each way over the loads under which it ran."""
+def _over_loads(shown: Shown, at: Mapping[Any, float], figure: Callable[[str, Load], IntervalEstimate]) -> list[Curve]:
+    """A curve for each way over the loads under which it ran, each of which stands at a number."""
     curves = []
     for way in shown.measurement.ways:
-        done = [load for load in loads if shown.rows(way, load)]
+        done = [load for load in sorted(at, key=at.__getitem__) if shown.rows(way, load)]
         if done:
-            curves.append(Curve(label=way, x=[at(load) for load in done], y=[figure(way, load) for load in done]))
+            curves.append(Curve(label=way, x=[at[load] for load in done], y=[figure(way, load) for load in done]))
     return curves
 
 
