@@ -473,16 +473,11 @@ class DSparkDrafter(BlockDrafter[SparkState]):
         if (judge := self._judge) is None:
             return None
         markov = cast(MarkovHead, self._head)
-        pairs = list(zip(map(self.state_of, states), depths.tolist(), strict=True))
-        hidden = None
-        if all(drafter_state.hidden is not None for drafter_state, _ in pairs):
-            hidden = torch.stack([_at(drafter_state.hidden, depth) for drafter_state, depth in pairs])
         device = judge.proj.weight.device
-        chances = judge(hidden, markov.markov_w1(tokens.to(device, non_blocking=True))).sigmoid()
+        chances = judge(self._hidden(states, depths), markov.markov_w1(tokens.to(device, non_blocking=True))).sigmoid()
         survivals = []
-        for (drafter_state, _), node, parent, chance in zip(
-            pairs, nodes.tolist(), parents.tolist(), chances, strict=True
-        ):
+        for state, node, parent, chance in zip(states, nodes.tolist(), parents.tolist(), chances, strict=True):
+            drafter_state = self.state_of(state)
             drafter_state.survival[node] = chance * drafter_state.survival[parent] if parent >= 0 else chance
             survivals.append(drafter_state.survival[node])
         return torch.stack(survivals)
@@ -502,12 +497,17 @@ class DSparkDrafter(BlockDrafter[SparkState]):
             tokens: The token of each node.
             before: The state of the sequential head behind its parent.
         """
-        pairs = list(zip(map(self.state_of, states), depths.tolist(), strict=True))
+        pairs = zip(map(self.state_of, states), depths.tolist(), strict=True)
         base = torch.stack([_at(drafter_state.block, depth) for drafter_state, depth in pairs])
-        hidden = None
-        if all(drafter_state.hidden is not None for drafter_state, _ in pairs):
-            hidden = torch.stack([_at(drafter_state.hidden, depth) for drafter_state, depth in pairs])
-        return self._head.corrected(base, before, tokens.to(base.device, non_blocking=True), hidden)
+        tokens = tokens.to(base.device, non_blocking=True)
+        return self._head.corrected(base, before, tokens, self._hidden(states, depths))
+
+    def _hidden(self, states: Sequence[Running], depths: Int[np.ndarray, " n"]) -> Float[Tensor, "n hidden"] | None:
+        """The trunk's output at the depth of each node; None where it is not kept."""
+        pairs = list(zip(map(self.state_of, states), depths.tolist(), strict=True))
+        if any(drafter_state.hidden is None for drafter_state, _ in pairs):
+            return None
+        return torch.stack([_at(drafter_state.hidden, depth) for drafter_state, depth in pairs])
 
 
 def _required(hidden: Float[Tensor, "n hidden"] | None) -> Float[Tensor, "n hidden"]:
