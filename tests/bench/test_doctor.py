@@ -1,7 +1,6 @@
 """The doctor's figures are those that plain forwards give, and what cannot run is still described."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from transformers import PreTrainedTokenizerFast, T5Config
 from outrider.bench.agreement import along_text, run_freely
 from outrider.bench.costs import Costs
 from outrider.bench.doctor import Side, Worth, compare_sides, measure
-from outrider.cli.app import main
 from outrider.cli.doctor import _print_costs as print_costs
 from outrider.core.types import InputError
 from outrider.drafters.model import ModelDrafter
+from tests.cli.runs import done, refused
 from tests.world.models import engine, llama, target
 from tests.world.tokenizers import TEXT, byte_level, letters
 from tests.world.zoo import VOCAB, tiny_config
@@ -114,15 +113,6 @@ def test_sides_name_what_differs():
     assert all(aspect.same and not aspect.means for aspect in alike)
 
 
-def doctor(monkeypatch, capsys, *arguments: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["outrider", "doctor", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    printed = capsys.readouterr()
-    assert not ended.value.code, printed.err
-    return printed.out
-
-
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> dict[str, Path]:
     """A tiny pair, and a config that is refused, without weights."""
@@ -139,10 +129,10 @@ def test_a_pair_is_diagnosed_for_programs_and_for_people(monkeypatch, capsys, pl
     given = ["--target", str(places["target"]), "--text", str(places["target"] / "text.txt"), "--num-tokens", "30"]
     # A draft model that is the target gets everything accepted, so that few steps are timed.
     twin = [*given, "--drafter", f"model:path={places['target']}", "--rounds", "1"]
-    printed = doctor(monkeypatch, capsys, *given, "--drafter", f"model:path={places['draft']}", "--rounds", "0")
+    printed = done(monkeypatch, capsys, "doctor", *given, "--drafter", f"model:path={places['draft']}", "--rounds", "0")
     assert "into drafts that begin in the text, by depth" in printed
     assert "free running, by depth" in printed
-    found = json.loads(doctor(monkeypatch, capsys, *twin, "--json"))
+    found = json.loads(done(monkeypatch, capsys, "doctor", *twin, "--json"))
     assert found["capabilities"][0]["supported"]
     assert found["refusal"] is None
     assert sum(row["count"] for row in found["by_position"]) == 28
@@ -152,16 +142,16 @@ def test_a_pair_is_diagnosed_for_programs_and_for_people(monkeypatch, capsys, pl
 
 
 def test_a_refused_target_and_a_refused_pair_are_described(monkeypatch, capsys, places):
-    printed = doctor(monkeypatch, capsys, "--target", str(places["refused"]), "--json")
+    printed = done(monkeypatch, capsys, "doctor", "--target", str(places["refused"]), "--json")
     [first, *_] = json.loads(printed)["capabilities"]
     assert not first["supported"]
     assert "encoder-decoder model" in first["reason"]
-    assert " no " in doctor(monkeypatch, capsys, "--target", str(places["refused"]))
+    assert " no " in done(monkeypatch, capsys, "doctor", "--target", str(places["refused"]))
     given = ["--target", str(places["target"]), "--drafter", f"model:path={places['refused']}"]
-    found = json.loads(doctor(monkeypatch, capsys, *given, "--json"))
+    found = json.loads(done(monkeypatch, capsys, "doctor", *given, "--json"))
     assert "cannot load a causal LM" in found["refusal"]
     assert found["by_depth"] is None
-    assert "refused: " in doctor(monkeypatch, capsys, *given)
+    assert "refused: " in done(monkeypatch, capsys, "doctor", *given)
 
 
 def test_a_target_with_weights_that_are_not_numbers_is_named_with_the_tensor(monkeypatch, capsys, tmp_path):
@@ -170,7 +160,7 @@ def test_a_target_with_weights_that_are_not_numbers_is_named_with_the_tensor(mon
         model.model.embed_tokens.weight[-1] = torch.nan
     model.save_pretrained(tmp_path)
     letters().save_pretrained(tmp_path)
-    printed = " ".join(doctor(monkeypatch, capsys, "--target", str(tmp_path), "--drafter", "ngram").split())
+    printed = " ".join(done(monkeypatch, capsys, "doctor", "--target", str(tmp_path), "--drafter", "ngram").split())
     assert "refused: model.embed_tokens.weight of the target holds values that are not numbers" in printed
 
 
@@ -187,12 +177,9 @@ def test_a_vocabulary_with_too_little_in_common_is_said_to_be_refused():
 
 
 def wrong(monkeypatch, capsys, *arguments: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["outrider", "doctor", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    printed = capsys.readouterr()
-    assert (ended.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
-    return printed.err
+    err = refused(monkeypatch, capsys, "doctor", *arguments)
+    assert err.count("\n") == 1
+    return err
 
 
 @pytest.mark.parametrize(
@@ -225,7 +212,7 @@ def test_texts_that_are_too_short_or_that_nobody_reads_are_refused(monkeypatch, 
 
 def test_shipped_prompts_do_for_a_target_without_a_chat_template(monkeypatch, capsys, places):
     given = ["--target", str(places["target"]), "--drafter", "ngram", "--num-tokens", "12", "--rounds", "0"]
-    assert "free running, by depth" in doctor(monkeypatch, capsys, *given)
+    assert "free running, by depth" in done(monkeypatch, capsys, "doctor", *given)
 
 
 def test_where_no_length_pays_the_doctor_recommends_to_draft_nothing(capsys):

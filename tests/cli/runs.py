@@ -21,6 +21,20 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys, *arguments: str) -> tuple[int, 
     return int(ended.value.code or 0), printed.out, printed.err
 
 
+def done(monkeypatch: pytest.MonkeyPatch, capsys, *arguments: str) -> str:
+    """What `outrider ...` prints where all is well."""
+    status, out, err = run(monkeypatch, capsys, *arguments)
+    assert status == 0, err
+    return out
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys, *arguments: str) -> str:
+    """What `outrider ...` says, with one sentence at its end, where something that was typed is wrong."""
+    status, out, err = run(monkeypatch, capsys, *arguments)
+    assert (status, out, err.splitlines()[-1].startswith("error: "), "Traceback" in err) == (2, "", True, False), err
+    return err
+
+
 def run_apart(
     *arguments: str, flags: tuple[str, ...] = (), path: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:

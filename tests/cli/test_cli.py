@@ -20,7 +20,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.lengths.costs import CostTable
 from outrider.plan import table
-from tests.cli.runs import run
+from tests.cli.runs import done, refused, run
 
 SHORT = ["--max-new-tokens", "8", "--temperature", "0"]
 
@@ -97,12 +97,9 @@ def stranger(tmp_path_factory) -> Path:
 )
 def test_wrong_input_gets_one_sentence(monkeypatch, capsys, arguments, sentence):
     given = arguments if "--prompt" in arguments or "--prompt-file" in arguments else [*arguments, "--prompt", "a"]
-    status, out, err = run(monkeypatch, capsys, "generate", *given)
-    assert status == 2
+    err = refused(monkeypatch, capsys, "generate", *given)
     assert sentence in err
-    assert "Traceback" not in err
     assert err.strip().count("\n") == 0
-    assert out == ""
 
 
 @pytest.mark.parametrize(
@@ -122,14 +119,12 @@ def test_the_output_follows_what_the_command_line_says(monkeypatch, capsys, tmp_
     (tmp_path / "SCHEMA").write_text('{"const": true}')
     (tmp_path / "RULES").write_text('root ::= "yes" | "no"')
     monkeypatch.chdir(tmp_path)
-    status, out, err = run(monkeypatch, capsys, "generate", "--prompt", "Once", "--json", "--seed", "1", *arguments)
-    assert status == 0, err
+    out = done(monkeypatch, capsys, "generate", "--prompt", "Once", "--json", "--seed", "1", *arguments)
     assert says(json.loads(out)["text"])
 
 
 def test_another_vocabulary_is_refused_with_the_reason(monkeypatch, capsys, stranger):
-    status, _, err = run(monkeypatch, capsys, "generate", "--drafter", f"model:path={stranger}", "--prompt", "a")
-    assert status == 2
+    err = refused(monkeypatch, capsys, "generate", "--drafter", f"model:path={stranger}", "--prompt", "a")
     assert "77 token ids and the target 8192" in err
 
 
@@ -138,9 +133,7 @@ def test_an_unknown_option_is_exit_status_two(monkeypatch, capsys):
 
 
 def test_json_of_one_prompt_has_the_documented_fields(monkeypatch, capsys):
-    status, out, _ = run(monkeypatch, capsys, "generate", "--prompt", "Once upon a time", *SHORT, "--json")
-    assert status == 0
-    found = json.loads(out)
+    found = json.loads(done(monkeypatch, capsys, "generate", "--prompt", "Once upon a time", *SHORT, "--json"))
     for field in ("text", "tokens", "num_steps", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position"):
         assert field in found
     assert found["block_efficiency"] == pytest.approx(len(found["tokens"]) / found["num_steps"])
@@ -170,8 +163,7 @@ def test_several_prompts_give_a_line_each(monkeypatch, capsys, tmp_path):
     lines = [{"prompt": "One day"}, {"turns": ["Hello, I need a taxi."]}]
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in lines))
-    status, out, _ = run(monkeypatch, capsys, "generate", "--prompt-file", str(file), *SHORT, "--json")
-    assert status == 0
+    out = done(monkeypatch, capsys, "generate", "--prompt-file", str(file), *SHORT, "--json")
     assert [len(json.loads(line)["tokens"]) > 0 for line in out.splitlines()] == [True, True]
 
 
@@ -231,8 +223,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly(monkeypatch, capsys):
 def test_text_that_a_terminal_cannot_show_ends_nothing(monkeypatch, capsys, options, said):
     terminal = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, encoding="ascii"))
-    status, _, err = run(monkeypatch, capsys, "generate", "--prompt", "é", *SHORT, "--regex", "é日", *options)
-    assert status == 0, err
+    done(monkeypatch, capsys, "generate", "--prompt", "é", *SHORT, "--regex", "é日", *options)
     assert said in terminal.getvalue().decode("ascii")
 
 

@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 from outrider.setup import Setup
-from tests.cli.runs import run
+from tests.cli.runs import done, run
 
 SHORT = ["--prompt", "Once upon a time", "--max-new-tokens", "8", "--temperature", "0", "--json"]
 
@@ -15,8 +15,7 @@ def test_the_command_line_goes_before_the_file(monkeypatch, capsys, tmp_path):
     file, saved = tmp_path / "setup.toml", tmp_path / "saved.json"
     file.write_text('drafter = "ngram"\nlength = "fixed:2"\nallow_lossy = true\nmax_slots = 3\n')
     given = ["--config", str(file), "--length", "fixed:3", "--no-allow-lossy", "--save-config", str(saved)]
-    status, out, err = run(monkeypatch, capsys, "generate", *SHORT, *given)
-    assert status == 0, err
+    out = done(monkeypatch, capsys, "generate", *SHORT, *given)
     assert json.loads(saved.read_text()) == {"drafter": "ngram", "length": "fixed:3", "max_slots": 3}
     again = run(monkeypatch, capsys, "generate", *SHORT, "--config", str(saved))[1]
     assert json.loads(again)["tokens"] == json.loads(out)["tokens"]

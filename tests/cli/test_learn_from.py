@@ -22,7 +22,7 @@ from outrider.serve.vllm.process import VllmProcess
 from outrider.serve.vllm.python import VllmPython
 from outrider.setup import Setup
 from outrider.training.options import WatchOptions
-from tests.cli.runs import run
+from tests.cli.runs import done, refused, run
 from tests.serve.served import loaded, serving
 from tests.serve.vllm.fakes import fake_python
 
@@ -53,9 +53,7 @@ def test_a_server_of_ours_keeps_answers_teaches_with_them_and_takes_the_weights(
             assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
         out = tmp_path / "learnt"
         given = ("--from", url, "--admin-key", "admin", "--target", str(EMBEDDED_TARGET), "--out", str(out))
-        status, printed, err = run(monkeypatch, capsys, "learn", *given, "--drafter", DRAFTER, *SMALL)
-        assert status == 0, err
-        record = json.loads(printed)
+        record = json.loads(done(monkeypatch, capsys, "learn", *given, "--drafter", DRAFTER, *SMALL))
         assert record["swapped"] == record["improved"]
         assert load_file(out / "model.safetensors").keys() == load_file(EMBEDDED_DRAFT / "model.safetensors").keys()
         before = engine.parts.drafter
@@ -129,9 +127,7 @@ def test_a_head_is_exported_on_its_way_to_vllm(tmp_path):
 )
 def test_learning_from_nothing_is_one_sentence(monkeypatch, capsys, tmp_path, source, drafter, sentence):
     given = ["--from", source, "--target", str(EMBEDDED_TARGET), "--out", str(tmp_path / "o"), "--drafter", drafter]
-    status, _, err = run(monkeypatch, capsys, "learn", *given)
-    assert status == 2
-    assert sentence in err
+    assert sentence in refused(monkeypatch, capsys, "learn", *given)
 
 
 def test_a_vllm_takes_weights_without_an_admin_key_where_a_server_of_ours_asks_for_one(tmp_path):

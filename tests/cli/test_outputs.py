@@ -14,7 +14,7 @@ from outrider import InputError
 from outrider.cli.outputs import OutputFile, Wanted
 from outrider.cli.request import DRAWING
 from outrider.drafters.model import ModelDrafter
-from tests.cli.runs import run, start
+from tests.cli.runs import refused, run, start
 
 PROMPTS = ["--prompt", "Once", "--prompt", "One day", "--prompt", "Tim"]
 DRAWN = ["--max-new-tokens", "6", "--temperature", "1", "--seed", "3", "--drafter", "none", "-n", "2"]
@@ -186,8 +186,7 @@ def test_a_disk_that_is_full_is_one_sentence(monkeypatch, capsys):
 def test_a_file_that_cannot_be_written_is_named_before_a_model_is_loaded(monkeypatch, capsys, tmp_path, place):
     (tmp_path / "file").write_text("")
     given = ["--prompt", "Once", "--target", "/no/such/place", "--output", str(tmp_path / place)]
-    status, out, err = run(monkeypatch, capsys, "generate", *given)
-    assert (status, out) == (2, "")
+    err = refused(monkeypatch, capsys, "generate", *given)
     assert err.startswith(f"error: the output file {tmp_path / place} cannot be written: "), err
     assert err.count("\n") == 1
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from outrider.setup import Setup
-from tests.cli.runs import run
+from tests.cli.runs import done, refused, run
 
 SMALL = (
     "plan",
@@ -26,9 +26,7 @@ def test_without_a_terminal_lines_say_what_is_being_done(monkeypatch, capsys):
 def test_a_plan_is_one_object_and_its_record_serves_again(monkeypatch, capsys, tmp_path):
     record, chosen = tmp_path / "run.npz", tmp_path / "plan.toml"
     more = ("--record", str(record), "--apply", str(chosen), "--rate", "2", "--for", "llama.cpp", "--json")
-    status, told, _ = run(monkeypatch, capsys, *SMALL, *more)
-    assert status == 0
-    found = json.loads(told)
+    found = json.loads(done(monkeypatch, capsys, *SMALL, *more))
     assert [each["requests"] for each in found["plans"]] == [1, 4]
     for each in found["plans"]:
         assert each["chosen"] == each["predictions"][0]["name"]
@@ -39,17 +37,12 @@ def test_a_plan_is_one_object_and_its_record_serves_again(monkeypatch, capsys, t
     assert {each["rate"] for each in found["loads"]} == {2.0}
     options = found["plans"][0]["options"]
     assert {name: getattr(Setup.read(chosen), name) for name in options} == options
-    status, again, _ = run(monkeypatch, capsys, *SMALL, *more)
-    assert status == 0
-    assert json.loads(again) == found
-    status, _, complaint = run(monkeypatch, capsys, *SMALL, *more, "--top-k", "5")
-    assert status == 2
-    assert "is of other sampling" in complaint
+    assert json.loads(done(monkeypatch, capsys, *SMALL, *more)) == found
+    assert "is of other sampling" in refused(monkeypatch, capsys, *SMALL, *more, "--top-k", "5")
 
 
 def test_people_get_a_sentence_first(monkeypatch, capsys):
-    status, told, _ = run(monkeypatch, capsys, *SMALL)
-    assert status == 0
+    told = done(monkeypatch, capsys, *SMALL)
     assert told.startswith(("Use ", "Do not speculate"))
     assert "1 at once" in told
     assert "times are estimated from a roofline, not measured" in told
@@ -69,6 +62,4 @@ def test_people_get_a_sentence_first(monkeypatch, capsys):
     ],
 )
 def test_wrong_input_is_told_in_a_sentence(monkeypatch, capsys, given, complaint):
-    status, _, told = run(monkeypatch, capsys, *SMALL, *given)
-    assert status == 2
-    assert complaint in told
+    assert complaint in refused(monkeypatch, capsys, *SMALL, *given)

@@ -11,7 +11,7 @@ from outrider.cli.request import RequestOptions
 from outrider.core.inputs import InputError
 from outrider.core.types import Sampling
 from outrider.embedded import EMBEDDED_TARGET
-from tests.cli.runs import run
+from tests.cli.runs import refused, run
 from tests.world.zoo import tiny
 
 SHORT = ["--max-new-tokens", "4", "--temperature", "0", "--drafter", "none"]
@@ -107,8 +107,7 @@ def test_what_is_wrong_with_all_requests_is_said_once(monkeypatch, capsys, tmp_p
 
 def test_a_missing_tokenizer_is_one_sentence(monkeypatch, capsys, tmp_path):
     tiny("llama").save_pretrained(tmp_path)
-    status, out, err = run(monkeypatch, capsys, "generate", "--target", str(tmp_path), "--prompt", "Once")
-    assert (status, out) == (2, "")
+    err = refused(monkeypatch, capsys, "generate", "--target", str(tmp_path), "--prompt", "Once")
     assert err == ("error: there is no tokenizer beside the target, and a text needs one; name it with --tokenizer\n")
 
 
@@ -197,8 +196,7 @@ def test_a_file_that_holds_no_tools_is_a_sentence(monkeypatch, capsys, typed, tm
     typed('{"turns": ["a"]}')
     (tmp_path / "tools.json").write_text(text)
     for command in (["generate"], ["chat"]):
-        status, _, err = run(monkeypatch, capsys, *command, "--tools", str(tmp_path / "tools.json"), *SHORT)
-        assert status == 2
+        err = refused(monkeypatch, capsys, *command, "--tools", str(tmp_path / "tools.json"), *SHORT)
         assert "must hold a JSON list of tools" in err or "is not JSON" in err
 
 

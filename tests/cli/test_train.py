@@ -18,7 +18,7 @@ from outrider.drafters.steering import read_steering
 from outrider.learning.options import SIZE
 from outrider.lm.hf.checkpoint import read_config
 from outrider.training.loop.journal import read
-from tests.cli.runs import run
+from tests.cli.runs import done, refused, run
 from tests.world.heads import HEADS, TRAINED
 from tests.world.tokenizers import byte_level, letters
 from tests.world.zoo import tiny
@@ -75,9 +75,7 @@ def assert_drafts(target: Path, drafter: str, tree: str = "chain") -> None:
 
 @every_head
 def test_one_command_trains_a_head(monkeypatch, capsys, tmp_path, alone, kind) -> None:
-    status, out, err = run(monkeypatch, capsys, "train", kind, *alone, *FEW, "--json")
-    assert status == 0, err
-    record, place = json.loads(out), str(tmp_path / "out")
+    record, place = json.loads(done(monkeypatch, capsys, "train", kind, *alone, *FEW, "--json")), str(tmp_path / "out")
     assert record["after"]["block_efficiency"] >= 1
     assert catalog.name_of(catalog.make("drafter", place)) == kind
     assert_drafts(tmp_path / "target", place, record.get("tree", "chain"))
@@ -86,8 +84,7 @@ def test_one_command_trains_a_head(monkeypatch, capsys, tmp_path, alone, kind) -
 # That every head can be trained further is tested where the heads are.
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_one_command_trains_a_head_further(monkeypatch, capsys, tmp_path, alone, kind) -> None:
-    status, _, err = run(monkeypatch, capsys, "train", kind, *alone, *FEW)
-    assert status == 0, err
+    done(monkeypatch, capsys, "train", kind, *alone, *FEW)
     place = str(tmp_path / "out")
     further = [*changed((*alone, *FEW), out=tmp_path / "further", steps=1), "--init-from", place]
     status, _, err = run(monkeypatch, capsys, "train", kind, *further)
@@ -113,8 +110,7 @@ def test_what_a_head_on_disk_fixes_is_refused_by_name(monkeypatch, capsys, tmp_p
 
 def test_options_of_a_head_reach_it(monkeypatch, capsys, tmp_path, alone) -> None:
     more = ("--taps", "0x1x3", "--draft-vocab", "20", "--fc-norm", "--capture", "--slot-balanced")
-    status, _, err = run(monkeypatch, capsys, "train", "eagle3", *alone, *FEW, *more)
-    assert status == 0, err
+    done(monkeypatch, capsys, "train", "eagle3", *alone, *FEW, *more)
     config = read_config(str(tmp_path / "out"))
     assert (config["eagle_aux_hidden_state_layer_ids"], config["draft_vocab_size"]) == ([0, 1, 3], 20)
     assert (tmp_path / "out" / "training" / "states" / "manifest.json").is_file()
@@ -151,9 +147,7 @@ def test_heads_of_one_depth_each_come_with_a_tree(monkeypatch, capsys, tmp_path,
     ],
 )
 def test_wrong_options_of_heads_get_one_sentence(monkeypatch, capsys, tmp_path, alone, kind, wrong, message) -> None:
-    status, _, err = run(monkeypatch, capsys, "train", kind, *alone, *FEW, *wrong)
-    assert status == 2
-    assert message in " ".join(err.split())
+    assert message in " ".join(refused(monkeypatch, capsys, "train", kind, *alone, *FEW, *wrong).split())
     assert not (tmp_path / "out" / "config.json").exists()
 
 
@@ -163,8 +157,7 @@ def test_an_estimate_tells_memory_and_hours_and_trains_nothing(monkeypatch, caps
     for weights in tmp_path.rglob("*.safetensors"):
         # Configs and tokenizers are enough.
         weights.unlink()
-    status, out, err = run(monkeypatch, capsys, "train", command, *given, *FEW, "--estimate", "--json")
-    assert status == 0, err
+    out = done(monkeypatch, capsys, "train", command, *given, *FEW, "--estimate", "--json")
     [(name, said)] = json.loads(out).items()
     assert name == "estimate"
     assert "parameters" in said
@@ -188,8 +181,7 @@ def test_a_split_to_watch_and_columns_with_other_names_are_read(monkeypatch, cap
 
 @pytest.mark.parametrize("more", [(), ("--rank", "2", "--frozen", "--positions", "gaps", "--taps", "3x1")])
 def test_one_command_trains_a_steered_drafter(monkeypatch, capsys, tmp_path, pair, more) -> None:
-    status, out, err = run(monkeypatch, capsys, "train", "steer", *pair, *FEW, *more, "--json")
-    assert status == 0, err
+    out = done(monkeypatch, capsys, "train", "steer", *pair, *FEW, *more, "--json")
     assert json.loads(out)["after"]["block_efficiency"] >= 1
     config = read_steering(str(tmp_path / "out")).config
     assert (config.rank, config.taps) == ((2, (3, 1)) if more else (None, (2, 1)))
@@ -209,17 +201,13 @@ def test_one_command_trains_a_steered_drafter(monkeypatch, capsys, tmp_path, pai
     ],
 )
 def test_wrong_options_of_a_steered_drafter_get_one_sentence(monkeypatch, capsys, tmp_path, pair, wrong, message):
-    status, _, err = run(monkeypatch, capsys, "train", "steer", *pair, *FEW, *wrong)
-    assert status == 2
-    assert message in " ".join(err.split())
+    assert message in " ".join(refused(monkeypatch, capsys, "train", "steer", *pair, *FEW, *wrong).split())
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("texts", ["fixed", "on_policy", "mixed:share=0.5"])
 def test_one_command_trains_a_drafter_and_reports(monkeypatch, capsys, tmp_path, pair, texts: str) -> None:
-    status, out, err = run(monkeypatch, capsys, "train", "distill", *pair, *FEW, "--texts", texts, "--json")
-    assert status == 0, err
-    record = json.loads(out)
+    record = json.loads(done(monkeypatch, capsys, "train", "distill", *pair, *FEW, "--texts", texts, "--json"))
     assert record["before"]["block_efficiency"] >= 1
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float32
     assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == letters().get_vocab()
@@ -246,12 +234,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_captured_states_train_the_same_draft_model(monkeypatch, capsys, tmp_path, pair) -> None:
-    assert run(monkeypatch, capsys, "train", "distill", *pair, *FEW)[0] == 0
+    done(monkeypatch, capsys, "train", "distill", *pair, *FEW)
     plain = weights(tmp_path / "out")
     given = [*pair, *FEW, "--capture"]
     given[given.index("--out") + 1] = str(tmp_path / "again")
-    status, _, err = run(monkeypatch, capsys, "train", "distill", *given)
-    assert status == 0, err
+    done(monkeypatch, capsys, "train", "distill", *given)
     assert (tmp_path / "again" / "training" / "states" / "manifest.json").is_file()
     for name, tensor in weights(tmp_path / "again").items():
         assert torch.allclose(tensor, plain[name], atol=1e-5), name
@@ -261,23 +248,21 @@ def test_positions_change_what_is_learnt(monkeypatch, capsys, tmp_path, pair) ->
     # The last 32 tokens of a text have no gap between them.
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines(length=60)))
     given = changed((*pair, *FEW), max_length=60)
-    assert run(monkeypatch, capsys, "train", "distill", *given)[0] == 0
-    status, _, err = run(monkeypatch, capsys, "train", "distill", *given, "--positions", "gaps")
-    assert status == 2
+    done(monkeypatch, capsys, "train", "distill", *given)
+    err = refused(monkeypatch, capsys, "train", "distill", *given, "--positions", "gaps")
     assert "holds a run with positions 'plain' instead of 'gaps'" in err
     given[given.index("--out") + 1] = str(tmp_path / "gaps")
-    assert run(monkeypatch, capsys, "train", "distill", *given, "--positions", "gaps")[0] == 0
+    done(monkeypatch, capsys, "train", "distill", *given, "--positions", "gaps")
     plain, gaps = weights(tmp_path / "out"), weights(tmp_path / "gaps")
     assert any(not torch.equal(tensor, gaps[name]) for name, tensor in plain.items())
 
 
 def test_the_same_command_goes_on_and_other_settings_are_refused(monkeypatch, capsys, tmp_path, pair) -> None:
-    assert run(monkeypatch, capsys, "train", "distill", *pair, *FEW)[0] == 0
+    done(monkeypatch, capsys, "train", "distill", *pair, *FEW)
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    assert run(monkeypatch, capsys, "train", "distill", *pair, *FEW)[0] == 0
+    done(monkeypatch, capsys, "train", "distill", *pair, *FEW)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
-    status, _, err = run(monkeypatch, capsys, "train", "distill", *pair, *FEW, "--divergence", "rkl", "--seed", "3")
-    assert status == 2
+    err = refused(monkeypatch, capsys, "train", "distill", *pair, *FEW, "--divergence", "rkl", "--seed", "3")
     assert "holds a run with divergence 'fkl' instead of 'rkl'" in err
     assert "seed 0 instead of 3; give these, or another folder" in err
 
@@ -301,11 +286,9 @@ def test_wrong_input_gets_one_sentence_and_leaves_nothing(monkeypatch, capsys, t
             given[given.index(option) + 1] = value
         else:
             given += [option, value]
-        status, _, err = run(monkeypatch, capsys, "train", "distill", *given)
-        assert status == 2, (option, value, err)
+        err = refused(monkeypatch, capsys, "train", "distill", *given)
         assert message in " ".join(err.split()), (option, value, err)
-    status, _, err = run(monkeypatch, capsys, "train", "distill", *pair, *FEW, "--texts", "on_policy", "--capture")
-    assert status == 2
+    err = refused(monkeypatch, capsys, "train", "distill", *pair, *FEW, "--texts", "on_policy", "--capture")
     assert "capture needs texts that stay as they are" in " ".join(err.split())
     assert not (tmp_path / "out" / "config.json").exists()
 
@@ -346,8 +329,7 @@ def test_a_training_that_only_made_the_draft_worse_says_so(monkeypatch, capsys, 
     assert f"{tmp_path / 'out'} holds the drafter as it was before training" in err, err
     assert "after 0 steps" not in err
     given[given.index("--out") + 1] = str(tmp_path / "last")
-    status, out, err = run(monkeypatch, capsys, "train", "distill", *given, "--no-keep-best", "--json")
-    assert status == 0, err
+    out = done(monkeypatch, capsys, "train", "distill", *given, "--no-keep-best", "--json")
     assert json.loads(out)["improved"] is False
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from outrider.training.data.records import read_documents
-from tests.cli.runs import run
+from tests.cli.runs import done, refused
 
 SHORT = ("--max-new-tokens", "4", "--temperature", "0")
 
@@ -15,8 +15,7 @@ def test_a_file_of_prompts_becomes_a_corpus_and_a_second_run_adds_nothing(monkey
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ("train", "data", "--data", str(source), "--out", str(out), *SHORT, "--prompt-tokens", "6", "--json")
     arguments += ("--column", "prompt=question")
-    status, printed, err = run(monkeypatch, capsys, *arguments)
-    assert status == 0, err
+    printed = done(monkeypatch, capsys, *arguments)
     assert {name: json.loads(printed)[name] for name in ("prompts", "kept", "answers", "tokens", "failed")} == {
         "prompts": 3,
         "kept": 0,
@@ -28,13 +27,9 @@ def test_a_file_of_prompts_becomes_a_corpus_and_a_second_run_adds_nothing(monkey
     assert [len(document.tokens) - document.start for document in corpus] == [4, 4, 4]
     assert corpus[2].start == 6
     before = out.read_bytes()
-    status, printed, _ = run(monkeypatch, capsys, *arguments)
-    assert status == 0
-    assert json.loads(printed)["kept"] == 3
+    assert json.loads(done(monkeypatch, capsys, *arguments))["kept"] == 3
     assert out.read_bytes() == before
-    status, _, err = run(monkeypatch, capsys, *arguments, "--seed", "3")
-    assert status == 2
-    assert "was made with seed=0 and not 3" in err
+    assert "was made with seed=0 and not 3" in refused(monkeypatch, capsys, *arguments, "--seed", "3")
 
 
 def test_wrong_input_is_one_sentence(monkeypatch, capsys, tmp_path: Path) -> None:
@@ -47,8 +42,7 @@ def test_wrong_input_is_one_sentence(monkeypatch, capsys, tmp_path: Path) -> Non
         (("--data", str(empty), "--out", out, "--prompt-tokens", "0"), "prompt_tokens must be >= 1, got 0"),
         (("--data", str(empty), "--out", out, "--column", "prompt"), "--column must be a pair such as prompt=question"),
     ]:
-        status, _, err = run(monkeypatch, capsys, "train", "data", *arguments)
-        assert status == 2
+        err = refused(monkeypatch, capsys, "train", "data", *arguments)
         assert err.startswith("error: ")
         assert words in err.replace("\n", " ")
     assert not Path(out).exists()

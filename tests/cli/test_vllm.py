@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from tests.cli.runs import run, start
+from tests.cli.runs import done, refused, run, start
 from tests.serve.vllm.fakes import fake_python
 
 GREEDY = ("--prompt", "Once upon a time", "--max-new-tokens", "4", "--temperature", "0")
@@ -20,8 +20,7 @@ def engine(tmp_path_factory) -> tuple[str, ...]:
 
 
 def test_generate_writes_the_records_of_our_own_engine(monkeypatch, capsys, engine):
-    status, out, err = run(monkeypatch, capsys, "generate", *GREEDY, "-n", "2", "--json", *engine)
-    assert status == 0, err
+    out = done(monkeypatch, capsys, "generate", *GREEDY, "-n", "2", "--json", *engine)
     record, other = (json.loads(line) for line in sorted(out.splitlines()))
     assert {record["sample_index"], other["sample_index"]} == {0, 1}
     assert (record["text"], len(record["tokens"])) == ("said", 4)
@@ -68,16 +67,12 @@ def test_a_vllm_that_dies_in_the_middle_is_one_sentence(monkeypatch, capsys, eng
     ],
 )
 def test_what_vllm_cannot_do_is_one_sentence(monkeypatch, capsys, engine, options, sentence):
-    status, out, err = run(monkeypatch, capsys, "generate", *GREEDY, *engine, *options)
-    assert (status, out) == (2, "")
-    assert sentence in err.splitlines()[-1]
+    assert sentence in refused(monkeypatch, capsys, "generate", *GREEDY, *engine, *options).splitlines()[-1]
 
 
 def test_bench_measures_vllm_with_and_without_drafts(monkeypatch, capsys, engine):
     few = ("--num-prompts", "2", "--rounds", "1", "--max-new-tokens", "4", "--temperature", "0", "--json")
-    status, out, err = run(monkeypatch, capsys, "bench", *few, *engine)
-    assert status == 0, err
-    plain, drafting = (json.loads(line) for line in out.splitlines())
+    plain, drafting = (json.loads(line) for line in done(monkeypatch, capsys, "bench", *few, *engine).splitlines())
     assert (plain["engine"], plain["speedup"]) == ("vllm, plain", 1)
     assert drafting["engine"] == "vllm, draft_model"
     assert drafting["speculation"]["accepted_per_position"] == [2, 2]

@@ -35,7 +35,7 @@ from outrider.lm.hf.checkpoint import TargetShape
 from outrider.lm.hf.open import open_model
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
-from tests.cli.runs import run
+from tests.cli.runs import done, run
 from tests.world.block_heads import block_head
 from tests.world.forced import forced_guesses
 from tests.world.gguf_files import write_gguf
@@ -462,8 +462,7 @@ def test_the_command_prints_for_people_and_for_programs(target, tmp_path, monkey
     found = json.loads(out)
     assert (status, found["method"], found["untrained"]) == (0, "EAGLE", True)
     assert "--speculative-algorithm EAGLE" in found["launch"][-1]
-    status, out, _ = run(monkeypatch, capsys, "export", "--to", "vllm", *order, "--out", str(tmp_path / "two"))
-    assert status == 0
+    out = done(monkeypatch, capsys, "export", "--to", "vllm", *order, "--out", str(tmp_path / "two"))
     assert "with weights drawn at random" in out
     assert 'TARGET="${TARGET:-org/target}"' in out
     assert "what is lost:" in out
@@ -473,9 +472,7 @@ def test_with_only_a_target_the_drafter_is_suffix_which_draws_nothing_and_does_n
     target, tmp_path, monkeypatch, capsys
 ):
     where = ("--target", str(target), "--out", str(tmp_path / "out"), "--no-measure", "--json")
-    status, out, err = run(monkeypatch, capsys, "export", "--to", "vllm", *where)
-    assert status == 0, err
-    found = json.loads(out)
+    found = json.loads(done(monkeypatch, capsys, "export", "--to", "vllm", *where))
     assert (found["drafter"], found["method"]) == ("suffix", "suffix")
     told = " ".join(found["losses"])
     assert "drawn drafts" not in told

@@ -29,7 +29,7 @@ from outrider.proof.gate import in_float32
 from outrider.setup import Setup
 from outrider.training.online.learning import check_setup, why_not
 from recipes.tiny import scrambled
-from tests.cli.runs import run
+from tests.cli.runs import done
 from tests.lm.weights.test_gguf import CONFIGS, packed, tiny
 from tests.world.gguf_files import write_gguf
 
@@ -241,6 +241,4 @@ def test_learning_refuses_a_quantised_draft_model_before_weights_are_read(tmp_pa
 
 def test_the_command_line_quantises_the_target(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     given = ("generate", "--prompt", "Once", "--max-new-tokens", "4", "--device", "cpu", "--no-probe", "--json")
-    status, out, _ = run(monkeypatch, capsys, *given, "--weights", "q8_0")
-    assert status == 0
-    assert len(json.loads(out)["tokens"]) == 4
+    assert len(json.loads(done(monkeypatch, capsys, *given, "--weights", "q8_0"))["tokens"]) == 4
