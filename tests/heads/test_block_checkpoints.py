@@ -125,8 +125,7 @@ def sizes_in(config: dict, **answers: object) -> BlockConfig:
 
 
 def kind_in(place: str) -> str:
-    name = Path(place).name
-    return name.split("-")[0]
+    return Path(place).name.split("-")[0]
 
 
 @pytest.mark.parametrize(("tree", "verifier"), [("chain", "block"), ("dynamic:width=2,num_nodes=6", "match")])
@@ -166,9 +165,8 @@ def test_a_head_that_is_written_and_read_again_is_the_same(tmp_path, kind):
 def test_a_head_that_was_trained_for_a_target_of_another_shape_is_refused(tmp_path):
     model = tiny("llama")
     write(read(checkpoints(VOCAB)["dflash"].save(tmp_path / "dflash"), model), tmp_path / "dflash", model)
-    with pytest.raises(
-        InputError, match="trained for a target with 3 layers of width 32, and this target has 2 layers"
-    ):
+    said = "trained for a target with 3 layers of width 32, and this target has 2 layers"
+    with pytest.raises(InputError, match=said):
         bound(str(tmp_path / "dflash"), LanguageModel(tiny("qwen3"), max_slots=1))
 
 
@@ -315,6 +313,11 @@ def test_a_file_that_says_whether_blocks_are_causal_is_not_asked():
         assert sights == ((AttentionSpan(causal=True),) * 3 if causal else ())
 
 
+def flat(inner: dict, **outer: object) -> dict:
+    """A config as its authors write it, which says all that must be said."""
+    return authors("DFlashDraftModel", VOCAB, {"target_layer_ids": [0, 1], "mask_token_id": 0, **inner}, **outer)
+
+
 WRONG = {
     "DFlash 2": (
         speculators("dflash", VOCAB, selector_rank=8),
@@ -325,12 +328,9 @@ WRONG = {
         authors("LiLiCorrDraftModel", VOCAB, {"target_layer_ids": [0], "lilicorr_enabled": True}),
         "is a LiLiCorr head, which is not supported",
     ),
-    "unknown key": (
-        authors("DFlashDraftModel", VOCAB, {"target_layer_ids": [0], "mask_token_id": 0, "gate_rank": 8}),
-        "has gate_rank, which is not known of dflash heads",
-    ),
+    "unknown key": (flat({"gate_rank": 8}), "has gate_rank, which is not known of dflash heads"),
     "unknown projector": (
-        authors("DFlashDraftModel", VOCAB, {"target_layer_ids": [0], "projector_type": "mamba"}),
+        flat({"projector_type": "mamba"}),
         "is no dflash head: its config names 'mamba'; give its path alone",
     ),
     "domino": (speculators("dflash", VOCAB, projector_type="domino"), "the projector 'domino'"),
@@ -346,43 +346,14 @@ WRONG = {
     ),
     "taps": (speculators("dflash", VOCAB, aux_hidden_state_layer_ids=[2, 9]), "reads the hidden states [2, 9]"),
     "no taps": (speculators("dflash", VOCAB, aux_hidden_state_layer_ids=None), "which layers of the target"),
-    "normed": (
-        authors("DFlashDraftModel", VOCAB, {"target_layer_ids": [2, 0]}, num_target_layers=3, mask_token_id=0),
-        "before or after the final norm",
-    ),
+    "normed": (flat({"target_layer_ids": [2, 0]}, num_target_layers=3), "before or after the final norm"),
     "width": (speculators("dflash", VOCAB, target_hidden_size=HIDDEN * 2), f"hidden states of width {HIDDEN * 2}"),
     "mask": (speculators("dflash", VOCAB, mask_token_id=VOCAB), "the mask token"),
-    "window": (
-        authors(
-            "DFlashDraftModel",
-            VOCAB,
-            {"target_layer_ids": [0, 1], "mask_token_id": 0},
-            layer_types=["sliding_attention"] * 3,
-            sliding_window=None,
-        ),
-        "does not say how long it is",
-    ),
-    "layer types": (
-        authors(
-            "DFlashDraftModel",
-            VOCAB,
-            {"target_layer_ids": [0, 1], "mask_token_id": 0},
-            layer_types=["full_attention"] * 2,
-        ),
-        "layer",
-    ),
-    "truth": (
-        authors("DFlashDraftModel", VOCAB, {"target_layer_ids": [0, 1], "mask_token_id": 0, "causal_head": "yes"}),
-        "causal_head in config.json",
-    ),
-    "sinks": (
-        authors("DFlashDraftModel", VOCAB, {"target_layer_ids": [0, 1], "attention_sink_bias": True}),
-        "attention sinks",
-    ),
-    "swa": (
-        authors("DFlashDraftModel", VOCAB, {"target_layer_ids": [0, 1], "mask_token_id": 0, "use_swa": True}),
-        "does not say how long it is",
-    ),
+    "window": (flat({}, layer_types=["sliding_attention"] * 3, sliding_window=None), "does not say how long it is"),
+    "layer types": (flat({}, layer_types=["full_attention"] * 2), "layer"),
+    "truth": (flat({"causal_head": "yes"}), "causal_head in config.json"),
+    "sinks": (flat({"attention_sink_bias": True}), "attention sinks"),
+    "swa": (flat({"use_swa": True}), "does not say how long it is"),
     "block": (speculators("dflash", VOCAB, block_size=1), "block_size in config.json of"),
 }
 
@@ -408,24 +379,19 @@ def test_a_head_that_the_layout_cannot_describe_is_not_written(tmp_path):
 
 
 def test_tensors_that_do_not_fit_get_one_sentence(tmp_path):
-    config, whole = speculators("dflash", VOCAB), trunk(2, VOCAB)
-    lacking = {name: tensor for name, tensor in whole.items() if name != "fc.weight"}
-    assert "fc.weight is missing" in refused(tmp_path, config, lacking)
-    assert "more.weight is not part of such a head" in refused(
-        tmp_path, config, {**whole, "more.weight": torch.ones(3)}
-    )
-    assert "fc.weight is of another shape" in refused(tmp_path, config, trunk(3, VOCAB))
-    separate = trunk(2, VOCAB, separate=True)
-    assert "has no list (d2t)" in refused(
-        tmp_path, config, {name: tensor for name, tensor in separate.items() if name != "d2t"}
-    )
-    whole |= {
-        "lm_head.weight": torch.randn(VOCAB + 3, HIDDEN).double(),
-        "d2t": torch.zeros(VOCAB + 3, dtype=torch.long),
-    }
+    config, whole, separate = speculators("dflash", VOCAB), trunk(2, VOCAB), trunk(2, VOCAB, separate=True)
+    for tensors, sentence in (
+        ({name: tensor for name, tensor in whole.items() if name != "fc.weight"}, "fc.weight is missing"),
+        ({**whole, "more.weight": torch.ones(3)}, "more.weight is not part of such a head"),
+        (trunk(3, VOCAB), "fc.weight is of another shape"),
+        ({name: tensor for name, tensor in separate.items() if name != "d2t"}, "has no list (d2t)"),
+        ({**separate, "d2t": separate["d2t"] + 1}, "d2t) of the head"),
+    ):
+        assert sentence in refused(tmp_path, config, tensors)
+    whole["lm_head.weight"] = torch.randn(VOCAB + 3, HIDDEN).double()
+    whole["d2t"] = torch.zeros(VOCAB + 3, dtype=torch.long)
     wide = replace(checkpoints(VOCAB)["dflash"], tensors=whole).save(tmp_path / "dflash-wide")
     assert bound(wide, LanguageModel(tiny("llama"), max_slots=1)).short_list is None
-    assert "d2t) of the head" in refused(tmp_path, config, {**separate, "d2t": separate["d2t"] + 1})
     small = speculators("dflash", VOCAB)
     small["transformer_layer_config"]["vocab_size"] = VOCAB - 1
     assert f"knows {VOCAB - 1} tokens, and this target has {VOCAB}" in refused(tmp_path, small)
