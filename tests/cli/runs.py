@@ -30,6 +30,9 @@ def done(monkeypatch: pytest.MonkeyPatch, capsys, *arguments: str) -> str:
 
 def refused(monkeypatch: pytest.MonkeyPatch, capsys, *arguments: str) -> str:
     """What `outrider ...` says, with one sentence at its end, where something that was typed is wrong."""
+    # On a busy machine, a line would say that something is loading.
+    for name in ("PATIENCE", "PERIOD"):
+        monkeypatch.setattr(f"outrider.core.progress.{name}", float("inf"))
     status, out, err = run(monkeypatch, capsys, *arguments)
     assert (status, out, err.splitlines()[-1].startswith("error: "), "Traceback" in err) == (2, "", True, False), err
     return err
