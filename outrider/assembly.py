@@ -32,6 +32,7 @@ from outrider.lm.protocol import LM
 from outrider.lm.target_info import TargetInfo
 from outrider.lm.weights.checkpoint import keep_packed
 from outrider.lm.weights.quantiser import Quantiser
+from outrider.lm.weights.rounder import Rounder
 from outrider.plan.table import experience_of, measured_again
 from outrider.refusals import DEFAULT, Cell, kind_of, refusal
 from outrider.setup import Setup
@@ -47,7 +48,8 @@ OTHERWISE = {"goodput": "fixed:5", "goodput:fallback=4": "fixed:4"}
 MAX_SLOTS = 8
 """Most requests at once, by default."""
 OF_LOADING = (
-    *("device", "dtype", "weights", "device_map", "tp_plan", "quantization_config", "attn_implementation", "revision"),
+    *("device", "dtype", "weights", "activations", "device_map", "tp_plan", "quantization_config"),
+    *("attn_implementation", "revision"),
 )
 """Options that say how a target is loaded."""
 KINDS: dict[Family, tuple[type, ...]] = {
@@ -352,7 +354,8 @@ def _best_verifier(drafter: Drafter, tree: Tree) -> str:
 def _model(setup: Setup) -> PreTrainedModel:
     """The target: opened where it is named, otherwise as it was given."""
     if isinstance(setup.target, str):
-        return open_model(
+        rounder = Rounder.of(setup.activations)
+        model = open_model(
             setup.target,
             dtype=setup.dtype,
             device=setup.device,
@@ -365,6 +368,7 @@ def _model(setup: Setup) -> PreTrainedModel:
             keep_blocks=keep_packed(setup.dtype, revision=setup.revision, gguf=setup.dtype == "auto"),
             quantise=Quantiser.of(setup.weights),
         )
+        return model if rounder is None else rounder(model)
     target = unwrapped(setup.target)
     if not isinstance(target, PreTrainedModel):
         described = f"a {type(target).__name__}" if isinstance(target, Module) else repr(target)

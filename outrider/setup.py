@@ -64,6 +64,7 @@ class Setup:
         dtype: `auto` (the weights' own), `float32`, `float64`, `bfloat16` or `float16`. On a CPU `auto` also keeps the
             blocks of a GGUF file as they are; the others make plain weights of them.
         weights: Quantise the target on a CPU: `q8_0`, `q5_0`, `q4_0` or `q4_k`.
+        activations: `bfloat16`, or `int8` for products with packed weights on a CPU: another model.
         device_map: Where transformers puts the target's layers: `auto`, or JSON. It replaces `device`.
         tp_plan: `auto` or JSON divides the target among the processes of `torchrun`.
         quantization_config: How transformers quantises the target when it loads it, as JSON, such as
@@ -112,6 +113,7 @@ class Setup:
     device: str | torch.device | None = option(None, heading=MODEL)
     dtype: str | torch.dtype = option("auto", heading=MODEL)
     weights: str | None = option(None, heading=MODEL)
+    activations: str = option("bfloat16", heading=MODEL)
     device_map: str | Mapping[str, Any] | None = option(None, heading=MODEL)
     tp_plan: str | Mapping[str, Any] | None = option(None, heading=MODEL)
     quantization_config: Mapping[str, Any] | str | object | None = option(None, heading=MODEL)

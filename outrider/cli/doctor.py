@@ -29,6 +29,7 @@ from outrider.host.threads import use_threads
 from outrider.lm.hf.capabilities import capabilities
 from outrider.lm.hf.open import as_device, as_dtype, open_config
 from outrider.lm.weights.quantiser import Quantiser
+from outrider.lm.weights.rounder import Rounder
 from outrider.setup import Setup
 
 TEXT = ASSETS / "prompts.jsonl"
@@ -120,6 +121,7 @@ def _check_setup(setup: Setup) -> None:
     as_dtype(setup.dtype)
     as_device(setup.device)
     Quantiser.of(setup.weights)
+    Rounder.of(setup.activations)
     use_threads(setup.threads)
 
 

@@ -71,6 +71,7 @@ VLLM = BackendSupport(
         "max_warm_tokens": "vLLM keeps prefixes of prompts in all memory that its cache has; leave it out",
         "device": "vLLM runs on the device that its build is for; leave it out",
         "weights": "vLLM has --quantization; give it with --engine-args",
+        "activations": "vLLM rounds activations where its --quantization does; give it with --engine-args",
         "device_map": "vLLM places layers by its own flags; give --engine-args '--tensor-parallel-size 2' or similar",
         "tp_plan": "vLLM divides a target by its own flags; give --engine-args '--tensor-parallel-size 2' or similar",
         "quantization_config": "vLLM has --quantization; give it with --engine-args",

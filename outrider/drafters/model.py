@@ -38,6 +38,7 @@ from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import Translation, translation
 from outrider.lm.weights.checkpoint import keep_packed
 from outrider.lm.weights.quantiser import Quantiser
+from outrider.lm.weights.rounder import Rounder
 from outrider.trees.chained import Follow
 
 LEAST_SHARE = 0.05
@@ -229,6 +230,7 @@ class ModelPath:
         device: Where it runs; by default on the target's device.
         dtype: The dtype that it computes in; by default the target's.
         weights: `q8_0`, `q5_0`, `q4_0` or `q4_k` quantises its matrices while it is opened, on a CPU.
+        activations: `bfloat16`, or `int8` to round what its packed weights are multiplied with to 8 bits.
         revision: Branch, tag or commit of a hub id.
         max_context: Longest context; by default as long as the model and the memory allow.
         token_map: A file of the tokens that it may propose, the most frequent first: `read_token_map` says which
@@ -243,6 +245,7 @@ class ModelPath:
     device: str | None = None
     dtype: str | None = None
     weights: str | None = None
+    activations: str = "bfloat16"
     revision: str | None = None
     max_context: int | None = option(None, least=1)
     token_map: str | None = None
@@ -269,6 +272,7 @@ class ModelPath:
                 f"token_map needs the draft model on the target's device {target_info.device}, got {self.device}; "
                 "leave out device or token_map"
             )
+        rounder = Rounder.of(self.activations)
         model = open_model(
             self.path,
             dtype=self.dtype or target_info.dtype,
@@ -281,6 +285,7 @@ class ModelPath:
             ),
             quantise=Quantiser.of(self.weights),
         )
+        model = model if rounder is None else rounder(model)
         width, few = logit_width(model), None
         ours = target_info.tokenizer
         shares = ours is not None and holds_files_of(self.path, ours)

@@ -86,12 +86,16 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def shapes(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The class of each module, and a hash of the names, sizes and types of its weights: not of their values."""
+    """The class of each module, and a hash of its weights' names, sizes, types and layers, not of their values."""
     described = {}
     for name, module in modules.items():
         # Asking some quantised layers for their state_dict changes them.
         kept = [*module.named_parameters(), *module.named_buffers()]
-        weights = [[key, list(weight.shape), str(weight.dtype)] for key, weight in kept]
+        owners = [type(module.get_submodule(key.rpartition(".")[0])).__name__ for key, _ in kept]
+        weights = [
+            [key, list(weight.shape), str(weight.dtype), owner]
+            for (key, weight), owner in zip(kept, owners, strict=True)
+        ]
         described[name] = f"{type(module).__name__} {_hash(weights)}"
     return described
 

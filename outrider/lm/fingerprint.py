@@ -145,13 +145,17 @@ def fingerprint(*values: object) -> str | None:
 
 
 def shape_of(model: PreTrainedModel) -> str:
-    """A hash of what a model is without its weights: its class, dtype, config and the kinds of packed weights, wherever
-    it was loaded from.
+    """A hash of what a model is without its weights: its class, dtype, config, and its packed layers with the kinds of
+    their weights, wherever it was loaded from.
     """
     config = model.config.to_dict()
     for where in ("_name_or_path", "architectures", "dtype", "transformers_version"):
         config.pop(where, None)
-    kinds = {name: kind for name, part in model.named_modules() if isinstance(kind := getattr(part, "kind", None), str)}
+    kinds = {
+        name: f"{type(part).__name__} {kind}"
+        for name, part in model.named_modules()
+        if isinstance(kind := getattr(part, "kind", None), str)
+    }
     described = json.dumps([type(model).__qualname__, str(model.dtype), config, kinds], sort_keys=True, default=str)
     return hashlib.sha256(described.encode()).hexdigest()
 

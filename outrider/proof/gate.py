@@ -21,6 +21,7 @@ from outrider.host import remembered
 from outrider.lengths.experience import Experience
 from outrider.lm.fingerprint import fingerprint, machine, source
 from outrider.lm.target_info import TargetInfo
+from outrider.lm.weights.plain import rounds_activations
 from outrider.proof.draws import BOUND, dice_law_of
 from outrider.proof.identity import Difference, Identity, identity
 from outrider.proof.nodes import Nodes, compare_nodes
@@ -167,11 +168,14 @@ def _read(kept: Mapping[str, Any] | None) -> Passed | None:
 
 
 def in_float32(engine: Engine) -> Engine:
-    """The same engine in float32. Models in float32 or float64 and quantised models are used unchanged."""
+    """The same engine in float32. Models in float32 or float64 and quantised models are used unchanged. A target that
+    rounds activations to 8 bits is in float64: what differs by 1e-7 before may differ by a whole step behind.
+    """
     # Both use the slots of one target where nothing is cast.
     engine.rest()
     parts = engine.parts
-    target = parts.target.cast(torch.float32)
+    rounds = any(rounds_activations(module) for module in parts.target.modules.values())
+    target = parts.target.cast(torch.float64 if rounds else torch.float32)
     drafter = parts.drafter.cast(TargetInfo.of(target, engine.tokenizer))
     return Engine(
         # Without costs, drafts have a fixed length, so that there is something to check.

@@ -50,6 +50,7 @@ SETTLED = {
     "device": "cpu",
     "dtype": "float32",
     "weights": "q8_0",
+    "activations": "int8",
     "device_map": "auto",
     "tp_plan": "auto",
     "quantization_config": {"bits": 4},

@@ -17,18 +17,19 @@ from outrider.lm.forwards.constants import INDEX, read
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from outrider.lm.weights.blocks import BlockWeight
-from outrider.lm.weights.linear import BlockEmbedding, BlockLinear
+from outrider.lm.weights.linear import BlockEmbedding, BlockLinear, Int8Linear
 from tests.lm.compiled_checks import differences
 from tests.lm.weights.test_blocks import file_bytes
 
 VOCAB, SIZE = 4096, 64
 COUNTS = (2, 5, 8, 16)
+ROUNDING = ("q_proj", "k_proj", "v_proj")
 KINDS = {"q_proj": "Q4_0", "k_proj": "Q4_1", "v_proj": "Q8_0", "o_proj": "Q5_1", "down_proj": "Q5_0"}
 
 
 def llama(dtype: torch.dtype) -> LlamaForCausalLM:
     """A random Llama whose embedding and linear layers are packed, and have blocks of several kinds. In bfloat16 the
-    layers of its MLP are plain.
+    layers of its MLP are plain, and some others multiply states of 8 bits.
     """
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": SIZE, "intermediate_size": 96, "max_position_embeddings": 512}
@@ -40,9 +41,11 @@ def llama(dtype: torch.dtype) -> LlamaForCausalLM:
             if type(layer) is nn.Linear and name != "lm_head" and not plain:
                 weight = blocks(KINDS.get(name, "Q4_0"), *layer.weight.shape)
                 bias = None if layer.bias is None else torch.randn(layer.out_features).to(dtype)
-                setattr(parent, name, BlockLinear(weight, bias))
+                rounds = dtype == torch.bfloat16 and name in ROUNDING
+                setattr(parent, name, (Int8Linear if rounds else BlockLinear)(weight, bias))
     tied = blocks("Q8_0", VOCAB, SIZE)
-    model.model.embed_tokens, model.lm_head = BlockEmbedding(tied, dtype), BlockLinear(tied)
+    output = Int8Linear if dtype == torch.bfloat16 else BlockLinear
+    model.model.embed_tokens, model.lm_head = BlockEmbedding(tied, dtype), output(tied)
     return model
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from outrider.lm.hf.weights import plain
-from outrider.lm.weights.linear import BlockLinear
-from outrider.lm.weights.operators import block_linear
+from outrider.lm.weights.linear import BlockLinear, Int8Linear
+from outrider.lm.weights.operators import block_linear, int8_linear
 
 _Layer = nn.Linear | BlockLinear
 
@@ -99,10 +99,11 @@ class _JoinedBlocks(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.register_buffer("bias", bias)
+        self._product = int8_linear if isinstance(layers[0], Int8Linear) else block_linear
 
     def forward(self, states: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch all"]:
         weights = [layer.blocks for layer in self.layers if isinstance(layer, BlockLinear)]
-        return block_linear(states, weights, self.bias)
+        return self._product(states, weights, self.bias)
 
 
 class _Other(nn.Module):

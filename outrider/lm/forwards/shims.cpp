@@ -27,6 +27,9 @@ int32_t aoti_torch_dtype_bool();
 int outrider_block_linear(const void *states, int64_t states_type, int64_t rows, int64_t stride, int64_t features,
                           int64_t count, const void *const *blocks, const int64_t *kinds, const int64_t *sizes,
                           const void *bias, int64_t bias_type, void *out, int64_t out_type);
+int outrider_int8_linear(const void *states, int64_t states_type, int64_t rows, int64_t stride, int64_t features,
+                         int64_t count, const void *const *blocks, const int64_t *kinds, const int64_t *sizes,
+                         const void *bias, int64_t bias_type, void *out, int64_t out_type);
 int outrider_block_rows(const int64_t *ids, int64_t count, const void *blocks, int64_t kind, int64_t size,
                         int64_t features, void *out, int64_t out_type);
 
@@ -84,13 +87,10 @@ AOTITorchError allocate(const int64_t *sizes, int64_t dim, int64_t last, int32_t
         aoti_torch_get_data_ptr(*output, data);
 }
 
-}  // namespace
-
-extern "C" {
-
-AOTITorchError aoti_torch_cpu_block_linear(
-    AtenTensorHandle states_handle, const AtenTensorHandle *block_handles, int64_t count, const int64_t *kinds, int64_t,
-    const int64_t *sizes, int64_t, AtenTensorHandle *bias_handle, AtenTensorHandle *output) {
+// Products with packed weights, by one of the kernels' functions.
+AOTITorchError linear(
+    decltype(outrider_block_linear) *multiply, AtenTensorHandle states_handle, const AtenTensorHandle *block_handles, int64_t count,
+    const int64_t *kinds, const int64_t *sizes, AtenTensorHandle *bias_handle, AtenTensorHandle *output) {
     Tensor states, bias;
     const void *blocks[MOST_WEIGHTS];
     if (!states.read(states_handle) || states.dim < 1 || count > MOST_WEIGHTS) return 1;
@@ -106,9 +106,25 @@ AOTITorchError aoti_torch_cpu_block_linear(
     const int64_t dim = states.dim - 1;
     if (allocate(states.sizes, dim, features, states.dtype, output, &data)) return 1;
     const int64_t type = type_of(states.dtype), width = states.sizes[dim];
-    return outrider_block_linear(
+    return multiply(
         states.data, type, states.count(dim), width, width, count, blocks, kinds, sizes, bias.data, type_of(bias.dtype), data,
         type);
+}
+
+}  // namespace
+
+extern "C" {
+
+AOTITorchError aoti_torch_cpu_block_linear(
+    AtenTensorHandle states, const AtenTensorHandle *blocks, int64_t count, const int64_t *kinds, int64_t, const int64_t *sizes,
+    int64_t, AtenTensorHandle *bias, AtenTensorHandle *output) {
+    return linear(outrider_block_linear, states, blocks, count, kinds, sizes, bias, output);
+}
+
+AOTITorchError aoti_torch_cpu_int8_linear(
+    AtenTensorHandle states, const AtenTensorHandle *blocks, int64_t count, const int64_t *kinds, int64_t, const int64_t *sizes,
+    int64_t, AtenTensorHandle *bias, AtenTensorHandle *output) {
+    return linear(outrider_int8_linear, states, blocks, count, kinds, sizes, bias, output);
 }
 
 AOTITorchError aoti_torch_cpu_block_rows(

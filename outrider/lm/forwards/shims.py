@@ -20,10 +20,10 @@ SOURCES = (operators.SOURCE, attend.SOURCE, SOURCE)
 """The C++ files that compute the operators."""
 _TENSOR, _LIST = "AtenTensorHandle", "const AtenTensorHandle*, int64_t"
 _INTS = "const int64_t*, int64_t"
+_PRODUCT = f"{_TENSOR}, {_LIST}, {_INTS}, {_INTS}, {_TENSOR}*, {_TENSOR}*"
 SHIMS: Mapping[torch._ops.OpOverload, str] = {
-    torch.ops.outrider.block_linear.default: (
-        f"aoti_torch_cpu_block_linear({_TENSOR}, {_LIST}, {_INTS}, {_INTS}, {_TENSOR}*, {_TENSOR}*)"
-    ),
+    torch.ops.outrider.block_linear.default: f"aoti_torch_cpu_block_linear({_PRODUCT})",
+    torch.ops.outrider.int8_linear.default: f"aoti_torch_cpu_int8_linear({_PRODUCT})",
     torch.ops.outrider.block_rows.default: (
         f"aoti_torch_cpu_block_rows({_TENSOR}, {_TENSOR}, int64_t, int64_t, int64_t, int32_t, {_TENSOR}*)"
     ),

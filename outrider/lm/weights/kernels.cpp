@@ -13,15 +13,19 @@
 // - otherwise as float32.
 // Float32 states are multiplied with codes in float32. In all of them, the sum over a group is multiplied with the
 // scale of the group in float32.
+//
+// Or the 32 states of a group are rounded to whole numbers of 8 bits times their largest magnitude / 127. Their products
+// with codes are added as whole numbers, exactly, and these sums in one order: every processor gets the same bits.
 #include <omp.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
 #if !defined(WITH_AVX512_BF16) && !defined(WITH_AVX2)
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__F16C__)
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__F16C__)
 #define WITH_AVX512_BF16
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
 #define WITH_AMX
@@ -46,6 +50,10 @@ extern "C" {
 int outrider_block_linear(const void *states, int64_t states_type, int64_t rows, int64_t stride, int64_t features,
                           int64_t count, const void *const *blocks, const int64_t *kinds, const int64_t *sizes,
                           const void *bias, int64_t bias_type, void *out, int64_t out_type);
+// The same with states that are rounded to 8 bits. Matrices of bfloat16 are multiplied as above.
+int outrider_int8_linear(const void *states, int64_t states_type, int64_t rows, int64_t stride, int64_t features,
+                         int64_t count, const void *const *blocks, const int64_t *kinds, const int64_t *sizes,
+                         const void *bias, int64_t bias_type, void *out, int64_t out_type);
 // Rows of a matrix: out [count, features]. Returns as above, and 2 if an id is not in 0 .. size - 1.
 int outrider_block_rows(const int64_t *ids, int64_t count, const void *blocks, int64_t kind, int64_t size,
                         int64_t features, void *out, int64_t out_type);
@@ -989,6 +997,296 @@ struct Floats : Few<Floats> {
 
 #endif
 
+// ---- states rounded to 8 bits: every kind but bfloat16
+
+struct Rounded {
+    // The states of a group are whole numbers from -127 to 127 times `unit`.
+    struct Group {
+        int8_t numbers[GROUP];  // of 8 q + 0, 4, 1, 5, 2, 6, 3, 7, as codes lie in their bytes
+        int32_t sums[3];        // of both halves, and of all
+        float unit, sum;        // sum: of all states
+    };
+    static constexpr bool takes(int64_t kind) { return kind != BF16; }
+    static bool prepares(const std::vector<Matrix> &) { return true; }
+
+    static void prepare(const States &states, int64_t row, int64_t number, Group &group) {
+        // Sums of one with numbers below 2^22 are whole, rounded to the nearest, and show them in their last bits.
+        constexpr float WHOLE = 12582912;
+        constexpr uint32_t WHOLE_BITS = 0x4b400000, NONE = 0x7f800000, LEAST = (127 - 100) << 23;
+        float x[GROUP], most;
+        uint32_t bits[GROUP], most_bits = 0;
+        if (states.type == FLOAT32) {
+            memcpy(bits, states.floats(row) + number * GROUP, sizeof bits);
+        } else {
+            const uint16_t *halves = states.halves(row) + number * GROUP;
+            for (int i = 0; i < GROUP; i++) bits[i] = uint32_t(halves[i]) << 16;
+        }
+        memcpy(x, bits, sizeof x);
+#pragma omp simd reduction(max : most_bits)
+        for (int i = 0; i < GROUP; i++) most_bits = std::max(most_bits, bits[i] & 0x7fffffff);
+        memcpy(&most, &most_bits, 4);
+        // Groups below 2^-100 are zeros, so that the inverse is finite.
+        const float inverse = most_bits < LEAST ? 0 : 127 / most;
+        for (int i = 0; i < GROUP; i++) x[i] = x[i] * inverse + WHOLE;
+        memcpy(bits, x, sizeof bits);
+        for (int half = 0; half < 2; half++) {
+            uint32_t sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int i = 0; i < GROUP / 2; i++) sum += bits[GROUP / 2 * half + i] - WHOLE_BITS;
+            group.sums[half] = int32_t(sum);
+        }
+        for (int q = 0; q < GROUP; q += 8)
+            for (int i = 0; i < 8; i++) group.numbers[q + i] = int8_t(bits[q + i / 2 + 4 * (i % 2)] - WHOLE_BITS);
+        group.sums[2] = group.sums[0] + group.sums[1];
+        // Infinities and numbers that are none make every output one that is none.
+        group.unit = most_bits >= NONE ? from_float16(0x7e00) : most_bits < LEAST ? 0 : most / 127;
+        group.sum = float(group.sums[2]) * group.unit;
+    }
+};
+
+#if defined(WITH_AVX512_BF16)
+
+// Sums of four products of codes and states in each lane, by `vpdpbusd`.
+struct Int8 : Few<Int8>, Rounded {
+    using Rounded::prepare;
+
+    // In the four bytes of each row: for vector 2 q + h, the codes of 8 q + 2 h + 0, 4, 1, 5. Codes of 8 bits plus 128.
+    template <int BITS>
+    static inline void unpack(const uint8_t *codes, __m512i (&w)[8]) {
+        if (BITS == 8) {
+            struct Places {
+                alignas(64) uint16_t pairs[2][32];
+                alignas(64) uint8_t bytes[64];
+                Places() {
+                    const int order[] = {0, 2, 1, 3};
+                    for (int i = 0; i < 64; i++) bytes[i] = uint8_t(i / 4 * 4 % 16 + order[i % 4]);
+                    for (int h = 0; h < 2; h++)
+                        for (int i = 0; i < 32; i++) pairs[h][i] = uint16_t(i / 2 + PANEL * h + 2 * PANEL * (i % 2));
+                }
+            };
+            static const Places places;
+            const __m512i bytes = _mm512_load_si512(places.bytes), sign = _mm512_set1_epi32(int32_t(0x80808080));
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) {
+                const __m512i first = _mm512_loadu_si512(codes + 64 * (i & ~1)), second = _mm512_loadu_si512(codes + 64 * (i | 1));
+                const __m512i pairs = _mm512_permutex2var_epi16(first, _mm512_load_si512(places.pairs[i % 2]), second);
+                w[i] = _mm512_xor_si512(_mm512_shuffle_epi8(pairs, bytes), sign);
+            }
+            return;
+        }
+        const __m512i mask = _mm512_set1_epi32(0x0f0f0f0f), upper = _mm512_set1_epi32(BITS == 5 ? 0x10101010 : 0x30303030);
+        __m512i high = mask;
+        if (BITS == 5) high = _mm512_loadu_si512(codes + 256);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            const int q = i / 2, h = i % 2, at = BITS == 5 ? 2 * q + h : 4 * (q % 2) + 2 * h;
+            const __m512i low = _mm512_loadu_si512(codes + 64 * q);
+            w[i] = _mm512_and_si512(h ? _mm512_srli_epi16(low, 4) : low, mask);
+            if (BITS == 4) continue;
+            if (BITS == 6) high = _mm512_loadu_si512(codes + 256 + 64 * (q / 2));
+            const __m512i moved = at < 4 ? _mm512_slli_epi16(high, at < 4 ? 4 - at : 0) : _mm512_srli_epi16(high, at < 4 ? 0 : at - 4);
+            w[i] = _mm512_or_si512(w[i], _mm512_and_si512(moved, upper));
+        }
+    }
+
+    // The products of one state with a group (2) or its first or second half (0 or 1).
+    template <int KIND, int PART>
+    static inline __m512 product(const __m512i (&w)[8], const Group &x) {
+        constexpr int ZERO = layout_of(KIND).bits == 8 ? 128 : layout_of(KIND).zero;
+        constexpr int SHIFT = ZERO == 8 ? 3 : ZERO == 16 ? 4 : ZERO == 32 ? 5 : 7;
+        __m512i sum = _mm512_setzero_si512();
+        if (ZERO) sum = _mm512_sub_epi32(sum, _mm512_slli_epi32(_mm512_set1_epi32(x.sums[PART]), SHIFT));
+#pragma GCC unroll 8
+        for (int i = PART == 1 ? 4 : 0; i < (PART == 0 ? 4 : 8); i++) {
+            int32_t four;
+            memcpy(&four, x.numbers + 4 * i, 4);
+            sum = _mm512_dpbusd_epi32(sum, w[i], _mm512_set1_epi32(four));
+        }
+        return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(x.unit));
+    }
+
+    template <int KIND, int R>
+    static void panel(const uint8_t *data, const States &states, const Group *groups, int64_t, int64_t local, float (*outputs)[PANEL]) {
+        constexpr Layout layout = layout_of(KIND);
+        const int64_t num_groups = states.groups();
+        __m512 total[R];
+        for (int r = 0; r < R; r++) total[r] = _mm512_setzero_ps();
+        const uint8_t *block = data;
+        for (int64_t number = 0; number < num_groups; number++) {
+            const int group = int(number % (layout.weights / GROUP));
+            const uint8_t *codes = block + PANEL * layout.header + group * layout.codes();
+            for (int i = 0; i < layout.codes(); i += 64) _mm_prefetch((const char *)codes + i + 2048, _MM_HINT_T0);
+            __m512i w[8];
+            unpack<layout.bits>(codes, w);
+            const __m512 scale = Products::scales<KIND>(block, group, 0), second = Products::scales<KIND>(block, group, 1);
+            const __m512 offset = Products::offsets<KIND>(block, group);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                const Group &x = groups[(local + r) * num_groups + number];
+                if constexpr (KIND == Q6_K) {
+                    total[r] = _mm512_fmadd_ps(product<KIND, 0>(w, x), scale, total[r]);
+                    total[r] = _mm512_fmadd_ps(product<KIND, 1>(w, x), second, total[r]);
+                } else {
+                    total[r] = _mm512_fmadd_ps(product<KIND, 2>(w, x), scale, total[r]);
+                }
+                if (layout.offsets) total[r] = _mm512_fmadd_ps(offset, _mm512_set1_ps(x.sum), total[r]);
+            }
+            if (group == layout.weights / GROUP - 1) block += layout.chunk();
+        }
+        for (int r = 0; r < R; r++) _mm512_storeu_ps(outputs[r], total[r]);
+    }
+};
+
+#elif defined(WITH_AVX2)
+
+// Sums of two products of codes and states in 16 bits, by `vpmaddubsw`. All sixteen rows share what is read of a state.
+struct Int8 : Few<Int8>, Rounded {
+    using Rounded::prepare;
+
+    // Vector 2 q + h of eight rows: the codes of 8 q + 2 h + 0, 4, 1, 5.
+    template <int BITS>
+    static inline __m256i unpack_vector(const uint8_t *codes, int half, int vector) {
+        if constexpr (BITS < 8) return Digits::unpack_vector<BITS>(codes, half, vector);
+        const uint8_t *pairs = codes + 128 * (vector / 2) + 32 * (vector % 2) + 16 * half;
+        const __m128i first = _mm_loadu_si128((const __m128i *)pairs), second = _mm_loadu_si128((const __m128i *)(pairs + 64));
+        return _mm256_set_m128i(_mm_unpackhi_epi8(first, second), _mm_unpacklo_epi8(first, second));
+    }
+
+    // The products of half a group: of codes of 4 bits as 16-bit numbers, which cannot overflow in a whole group either.
+    template <int BITS>
+    static inline __m256i dot(const __m256i (&w)[4], const __m256i (&x)[4]) {
+        const __m256i one = _mm256_set1_epi16(1);
+        __m256i both[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+            // Signed codes: their magnitudes times states with their signs. Sums of two are below 2^15.
+            both[i] = BITS == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w[i]), _mm256_sign_epi8(x[i], w[i])) : _mm256_maddubs_epi16(w[i], x[i]);
+        if (BITS == 8)
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) both[i] = _mm256_madd_epi16(both[i], one);
+        if (BITS == 8) return _mm256_add_epi32(_mm256_add_epi32(both[0], both[1]), _mm256_add_epi32(both[2], both[3]));
+        const __m256i first = _mm256_add_epi16(both[0], both[1]), second = _mm256_add_epi16(both[2], both[3]);
+        if (BITS == 6) return _mm256_add_epi32(_mm256_madd_epi16(first, one), _mm256_madd_epi16(second, one));
+        const __m256i sum = _mm256_add_epi16(first, second);
+        return BITS == 4 ? sum : _mm256_madd_epi16(sum, one);
+    }
+
+    // A whole number as float32, without what codes are too large by.
+    template <int KIND>
+    static inline __m256 product(__m256i sum, const int32_t *states, float unit) {
+        constexpr int ZERO = layout_of(KIND).zero, SHIFT = ZERO == 8 ? 3 : ZERO == 16 ? 4 : 5;
+        if (ZERO) sum = _mm256_sub_epi32(sum, _mm256_slli_epi32(broadcast(states), SHIFT));
+        return _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_set1_ps(unit));
+    }
+
+    template <int KIND, int R>
+    static void panel(const uint8_t *data, const States &states, const Group *groups, int64_t, int64_t local, float (*outputs)[PANEL]) {
+        constexpr Layout layout = layout_of(KIND);
+        constexpr int BITS = layout.bits;
+        static_assert(BITS != 4 || 8 * 2 * 127 * 15 < 1 << 15, "16 products of a lane are added as 16-bit numbers");
+        static_assert(BITS != 5 || 4 * 2 * 127 * 31 < 1 << 15, "8 products of a lane are");
+        static_assert(BITS != 6 || 2 * 2 * 127 * 63 < 1 << 15, "4 products of a lane are");
+        const int64_t num_groups = states.groups();
+        __m256 total[2][R];
+        __m256i partial[2][R];
+        for (int r = 0; r < R; r++) total[0][r] = total[1][r] = _mm256_setzero_ps();
+        const uint8_t *block = data;
+        for (int64_t number = 0; number < num_groups; number++) {
+            const int group = int(number % (layout.weights / GROUP));
+            const uint8_t *codes = block + PANEL * layout.header + group * layout.codes();
+            for (int i = 0; i < layout.codes(); i += 64) _mm_prefetch((const char *)codes + i + 2048, _MM_HINT_T0);
+            const uint8_t *small = block + (KIND == Q6_K ? 32 : 64) + 32 * group;
+            __m256 scale[2][2], offset[2];
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                scale[half][0] = scale[half][1] = offset[half] = halves(block + 16 * half);
+                if (layout.offsets) offset[half] = halves(block + 32 + 16 * half);
+                if (layout.weights == GROUP) continue;
+                for (int part = 0; part < 2; part++)
+                    scale[half][part] = _mm256_mul_ps(scale[half][part], small_scales(small + 8 * half + (KIND == Q6_K ? 16 * part : 0), KIND == Q6_K));
+                if (layout.offsets) offset[half] = _mm256_sub_ps(_mm256_setzero_ps(), _mm256_mul_ps(offset[half], small_scales(small + 16 + 8 * half, false)));
+            }
+#pragma GCC unroll 2
+            for (int part = 0; part < 2; part++) {
+                __m256i w[2][4];
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++)
+#pragma GCC unroll 4
+                    for (int i = 0; i < 4; i++) w[half][i] = unpack_vector<BITS>(codes, half, 4 * part + i);
+                for (int r = 0; r < R; r++) {
+                    const Group &x = groups[(local + r) * num_groups + number];
+                    __m256i four[4];
+#pragma GCC unroll 4
+                    for (int i = 0; i < 4; i++) four[i] = broadcast(x.numbers + 16 * part + 4 * i);
+#pragma GCC unroll 2
+                    for (int half = 0; half < 2; half++) {
+                        __m256i sum = dot<BITS>(w[half], four);
+                        if (KIND == Q6_K) {
+                            total[half][r] = _mm256_fmadd_ps(product<KIND>(sum, &x.sums[part], x.unit), scale[half][part], total[half][r]);
+                            continue;
+                        }
+                        if (part == 0) {
+                            partial[half][r] = sum;
+                            continue;
+                        }
+                        if (BITS == 4)
+                            sum = _mm256_madd_epi16(_mm256_add_epi16(sum, partial[half][r]), _mm256_set1_epi16(1));
+                        else
+                            sum = _mm256_add_epi32(sum, partial[half][r]);
+                        __m256 result = _mm256_fmadd_ps(product<KIND>(sum, &x.sums[2], x.unit), scale[half][0], total[half][r]);
+                        if (layout.offsets) result = _mm256_fmadd_ps(offset[half], _mm256_set1_ps(x.sum), result);
+                        total[half][r] = result;
+                    }
+                }
+            }
+            if (group == layout.weights / GROUP - 1) block += layout.chunk();
+        }
+        for (int r = 0; r < R; r++)
+            for (int half = 0; half < 2; half++) _mm256_storeu_ps(outputs[r] + 8 * half, total[half][r]);
+    }
+};
+
+#else
+
+// In float32, which has all whole numbers that occur.
+struct Int8 : Few<Int8>, Rounded {
+    using Rounded::prepare;
+
+    template <int KIND, int R>
+    static void panel(const uint8_t *data, const States &states, const Group *groups, int64_t, int64_t local, float (*outputs)[PANEL]) {
+        panel<KIND>(data, states, groups + local * states.groups(), R, outputs);
+    }
+
+    template <int KIND>
+    static void panel(const uint8_t *data, const States &states, const Group *groups, int count, float (*outputs)[PANEL]) {
+        constexpr Layout layout = layout_of(KIND);
+        constexpr int PARTS = KIND == Q6_K ? 2 : 1;
+        alignas(64) float tile[GROUP][PANEL];
+        memset(outputs, 0, count * sizeof *outputs);
+        for (int64_t number = 0; number < states.groups(); number++) {
+            const uint8_t *block = data + number * GROUP / layout.weights * layout.chunk();
+            const int group = int(number % (layout.weights / GROUP));
+            unpack<KIND>(block + PANEL * layout.header + group * layout.codes(), tile);
+            for (int part = 0; part < PARTS; part++) {
+                Scales scales;
+                read_scales<KIND>(block, group, part, scales);
+                for (int r = 0; r < count; r++) {
+                    const Group &x = groups[r * states.groups() + number];
+                    Vector sum = {};
+                    for (int i = GROUP / PARTS * part; i < GROUP / PARTS * (part + 1); i++)
+                        sum += *reinterpret_cast<const Vector *>(tile[i / 8 * 8 + i % 8 / 2 + 4 * (i % 2)]) * float(x.numbers[i]);
+                    for (int c = 0; c < PANEL; c++) {
+                        outputs[r][c] = std::fma(sum[c] * x.unit, scales.scale[c], outputs[r][c]);
+                        if (layout.offsets) outputs[r][c] = std::fma(scales.offset[c], x.sum, outputs[r][c]);
+                    }
+                }
+            }
+        }
+    }
+};
+
+#endif
+
 // ---- the passes
 
 // Multiplies some states with a panel.
@@ -1075,37 +1373,54 @@ void row(const uint8_t *data, int64_t id, int64_t features, const Output &output
 
 bool known(int64_t type) { return type == FLOAT32 || type == BFLOAT16; }
 
+// Multiplies the states with all matrices by the best kernel of this processor.
+void multiply_unrounded(const std::vector<Matrix> &matrices, const States &states, const Output &output) {
+#ifdef WITH_AMX
+    if (states.type == BFLOAT16 && Tiles::permitted()) return multiply<Tiles>(matrices, states, output);
+#endif
+#if defined(WITH_AVX512_BF16)
+    if (states.type == BFLOAT16) return multiply<Products>(matrices, states, output);
+#elif defined(WITH_AVX2)
+    if (states.type == BFLOAT16) {
+        multiply<Digits>(matrices, states, output);
+        multiply<Words>(matrices, states, output);
+        multiply<Floats>(matrices, states, output);
+        return;
+    }
+#endif
+    multiply<Plain>(matrices, states, output);
+}
+
+// Products of states, of which those with `rounded` kinds of matrices are rounded to 8 bits.
+int linear(bool (*rounded)(int64_t kind), const States &states, int64_t count, const void *const *blocks, const int64_t *kinds,
+           const int64_t *sizes, Output output) {
+    if (!known(states.type) || !known(output.type) || (output.bias != nullptr && !known(output.bias_type))) return 1;
+    std::vector<Matrix> matrices[2];
+    for (int64_t i = 0; i < count; i++) {
+        const Layout layout = layout_of(int(kinds[i]));
+        if (layout.weights == 0 || states.features % layout.weights != 0) return 1;
+        matrices[rounded(kinds[i])].push_back({static_cast<const uint8_t *>(blocks[i]), kinds[i], sizes[i], output.width});
+        output.width += sizes[i];
+    }
+    multiply_unrounded(matrices[0], states, output);
+    multiply<Int8>(matrices[1], states, output);
+    return 0;
+}
+
 }  // namespace
 
 int outrider_block_linear(const void *states, int64_t states_type, int64_t rows, int64_t stride, int64_t features,
                           int64_t count, const void *const *blocks, const int64_t *kinds, const int64_t *sizes,
                           const void *bias, int64_t bias_type, void *out, int64_t out_type) {
-    if (!known(states_type) || !known(out_type) || (bias != nullptr && !known(bias_type))) return 1;
-    std::vector<Matrix> matrices;
-    int64_t width = 0;
-    for (int64_t i = 0; i < count; i++) {
-        const Layout layout = layout_of(int(kinds[i]));
-        if (layout.weights == 0 || features % layout.weights != 0) return 1;
-        matrices.push_back({static_cast<const uint8_t *>(blocks[i]), kinds[i], sizes[i], width});
-        width += sizes[i];
-    }
     const States given{states, states_type, rows, stride, features};
-    const Output output{out, bias, out_type, bias_type, width};
-#ifdef WITH_AMX
-    if (states_type == BFLOAT16 && Tiles::permitted()) return multiply<Tiles>(matrices, given, output), 0;
-#endif
-#if defined(WITH_AVX512_BF16)
-    if (states_type == BFLOAT16) return multiply<Products>(matrices, given, output), 0;
-#elif defined(WITH_AVX2)
-    if (states_type == BFLOAT16) {
-        multiply<Digits>(matrices, given, output);
-        multiply<Words>(matrices, given, output);
-        multiply<Floats>(matrices, given, output);
-        return 0;
-    }
-#endif
-    multiply<Plain>(matrices, given, output);
-    return 0;
+    return linear([](int64_t) { return false; }, given, count, blocks, kinds, sizes, {out, bias, out_type, bias_type, 0});
+}
+
+int outrider_int8_linear(const void *states, int64_t states_type, int64_t rows, int64_t stride, int64_t features,
+                         int64_t count, const void *const *blocks, const int64_t *kinds, const int64_t *sizes,
+                         const void *bias, int64_t bias_type, void *out, int64_t out_type) {
+    const States given{states, states_type, rows, stride, features};
+    return linear(Int8::takes, given, count, blocks, kinds, sizes, {out, bias, out_type, bias_type, 0});
 }
 
 int outrider_block_rows(const int64_t *ids, int64_t count, const void *blocks, int64_t kind, int64_t size,

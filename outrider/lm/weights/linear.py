@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.lm.weights.blocks import KINDS, BlockWeight
-from outrider.lm.weights.operators import block_linear, block_rows
+from outrider.lm.weights.operators import block_linear, block_rows, int8_linear
 
 
 class _Packed(nn.Module):
@@ -87,6 +87,14 @@ class BlockLinear(_Packed):
     def extra_repr(self) -> str:
         """Its sizes, for printing."""
         return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"
+
+
+class Int8Linear(BlockLinear):
+    """A linear layer with packed weights that rounds the states which it multiplies to 8 bits, as `rounded` does."""
+
+    def forward(self, states: Float[Tensor, "*batch in_features"]) -> Float[Tensor, "*batch out_features"]:
+        """The outputs for some states."""
+        return int8_linear(states, [self.blocks], self.bias)
 
 
 class BlockEmbedding(_Packed):

@@ -1,6 +1,7 @@
-"""Torch's operators `outrider::block_linear` and `outrider::block_rows`: products with packed weights, and their rows.
+"""Torch's operators `outrider::block_linear`, `outrider::int8_linear` and `outrider::block_rows`: products with packed
+weights, the same with states that are rounded to 8 bits, and rows of packed weights.
 
-Both are known to `torch.export`. On a CPU the functions of `kernels.cpp` compute them, for states of float32 and of
+All are known to `torch.export`. On a CPU the functions of `kernels.cpp` compute them, for states of float32 and of
 bfloat16; states of float16 become float32. Without a C++ compiler, on a GPU and for float64, the weights are unpacked a
 slice at a time and multiplied by torch.
 """
@@ -16,15 +17,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outrider.host.native import native
-from outrider.lm.weights.blocks import KINDS, NAMES, BlockWeight
+from outrider.lm.weights.blocks import GROUP, KINDS, NAMES, BlockWeight
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 """The functions that compute them."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """How the kernels number the types of numbers."""
+SMALLEST = 2.0**-100
+"""Groups of states whose magnitudes are all below it are rounded to zeros."""
 
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
 _LIBRARY.define("block_linear(Tensor states, Tensor[] blocks, int[] kinds, int[] sizes, Tensor? bias) -> Tensor")
+_LIBRARY.define("int8_linear(Tensor states, Tensor[] blocks, int[] kinds, int[] sizes, Tensor? bias) -> Tensor")
 _LIBRARY.define("block_rows(Tensor ids, Tensor blocks, int kind, int size, int features, ScalarType dtype) -> Tensor")
 
 
@@ -43,6 +47,31 @@ def block_linear(
     """
     kinds, sizes = [weight.number for weight in weights], [weight.out_features for weight in weights]
     return torch.ops.outrider.block_linear(states, [weight.data for weight in weights], kinds, sizes, bias)
+
+
+def int8_linear(
+    states: Float[Tensor, "*batch in_features"], weights: Sequence[BlockWeight], bias: Float[Tensor, " out"] | None
+) -> Float[Tensor, "*batch out"]:
+    """What `block_linear` computes of `rounded` states. Those with weights of bfloat16 are not rounded."""
+    kinds, sizes = [weight.number for weight in weights], [weight.out_features for weight in weights]
+    return torch.ops.outrider.int8_linear(states, [weight.data for weight in weights], kinds, sizes, bias)
+
+
+def rounded(states: Float[Tensor, "*batch in_features"]) -> Float[Tensor, "*batch in_features"]:
+    r"""States rounded to 8 bits, each group of 32 by itself.
+
+    A number $x$ of a group whose largest magnitude is $m$ becomes $q m / 127$, where $q$ is the whole number nearest to
+    $127 x / m$. The result is float32, or float64 where the states are.
+
+    Example:
+        >>> rounded(torch.tensor([[127.0, 0.4, -2.6, *[0.0] * 29]]))[0, :4]
+        tensor([127.,   0.,  -3.,   0.])
+    """
+    groups = states.to(torch.promote_types(states.dtype, torch.float32)).unflatten(-1, (-1, GROUP))
+    most = groups.abs().amax(-1, keepdim=True)
+    # A number divided by a tensor is rounded twice.
+    codes = (groups * (most.new_tensor(127) / most)).round()
+    return torch.where(most < SMALLEST, 0, codes * (most / 127)).flatten(-2)
 
 
 def block_rows(
@@ -75,6 +104,27 @@ def plain_linear(
     return joined.to(states.dtype).unflatten(0, states.shape[:-1])
 
 
+def plain_int8_linear(
+    states: Float[Tensor, "*batch in_features"],
+    blocks: Sequence[UInt8[Tensor, "panels bytes"]],
+    kinds: Sequence[int],
+    sizes: Sequence[int],
+    bias: Float[Tensor, " out"] | None,
+) -> Float[Tensor, "*batch out"]:
+    """The same with states that are rounded to 8 bits."""
+    outputs = []
+    for data, kind, size in zip(blocks, kinds, sizes, strict=True):
+        given = rounded(states) if rounds(NAMES[kind]) else states.to(torch.promote_types(states.dtype, torch.float32))
+        outputs.append(plain_linear(given, [data], [kind], [size], None))
+    joined = torch.cat(outputs, dim=-1)
+    return (joined if bias is None else joined + bias.to(joined.dtype)).to(states.dtype)
+
+
+def rounds(kind: str) -> bool:
+    """Whether `int8_linear` rounds the states that it multiplies with weights of a kind."""
+    return KINDS[kind].bits <= 8
+
+
 def native_linear(
     states: Float[Tensor, "*batch in_features"],
     blocks: Sequence[UInt8[Tensor, "panels bytes"]],
@@ -82,6 +132,7 @@ def native_linear(
     sizes: Sequence[int],
     bias: Float[Tensor, " out"] | None,
     dtype: torch.dtype,
+    name: str = "block_linear",
 ) -> Float[Tensor, "*batch out"]:
     """The products by the kernels. The bits of a state's outputs depend on nothing but the state and the weights.
 
@@ -92,6 +143,7 @@ def native_linear(
         sizes: The rows of each matrix.
         bias: Of all outputs.
         dtype: Of the outputs, float32 or bfloat16.
+        name: The operator.
     """
     rows = states.reshape(-1, states.shape[-1])
     if rows.stride(1) != 1:
@@ -100,7 +152,7 @@ def native_linear(
         bias = bias.float().contiguous()
     out = states.new_empty((*states.shape[:-1], sum(sizes)), dtype=dtype)
     count = len(kinds)
-    failed = _built().outrider_block_linear(
+    failed = getattr(_built(), f"outrider_{name}")(
         rows.data_ptr(),
         TYPES[rows.dtype],
         len(rows),
@@ -129,6 +181,17 @@ def _linear(
     if states.dtype not in TYPES:
         return native_linear(states.float(), blocks, kinds, sizes, bias, torch.float32).to(states.dtype)
     return native_linear(states, blocks, kinds, sizes, bias, states.dtype)
+
+
+def _int8_linear(
+    states: Tensor, blocks: Sequence[Tensor], kinds: Sequence[int], sizes: Sequence[int], bias: Tensor | None
+) -> Tensor:
+    """The operator `int8_linear`."""
+    if states.device.type != "cpu" or states.dtype == torch.float64 or _kernels() is None:
+        return plain_int8_linear(states, blocks, kinds, sizes, bias)
+    if states.dtype not in TYPES:
+        return native_linear(states.float(), blocks, kinds, sizes, bias, torch.float32, "int8_linear").to(states.dtype)
+    return native_linear(states, blocks, kinds, sizes, bias, states.dtype, "int8_linear")
 
 
 def _rows(ids: Tensor, blocks: Tensor, kind: int, size: int, features: int, dtype: torch.dtype) -> Tensor:
@@ -169,10 +232,11 @@ def _kernels() -> ctypes.CDLL | None:
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     """The library, knowing what its functions take."""
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.outrider_block_linear.argtypes = [
-        *(pointer, number, number, number, number),
-        *(number, pointer, pointer, pointer, pointer, number, pointer, number),
-    ]
+    for linear in (library.outrider_block_linear, library.outrider_int8_linear):
+        linear.argtypes = [
+            *(pointer, number, number, number, number),
+            *(number, pointer, pointer, pointer, pointer, number, pointer, number),
+        ]
     library.outrider_block_rows.argtypes = [pointer, number, pointer, number, number, number, pointer, number]
     return library
 
@@ -197,6 +261,8 @@ def _weight(data: Tensor, kind: int, size: int) -> BlockWeight:
 
 
 _LIBRARY.impl("block_linear", _linear, "CompositeExplicitAutograd")
+_LIBRARY.impl("int8_linear", _int8_linear, "CompositeExplicitAutograd")
 _LIBRARY.impl("block_rows", _rows, "CompositeExplicitAutograd")
 torch.library.register_fake("outrider::block_linear", _fake_linear)
+torch.library.register_fake("outrider::int8_linear", _fake_linear)
 torch.library.register_fake("outrider::block_rows", _fake_rows)

@@ -1,6 +1,7 @@
 """Models that compute from blocks, why some cannot, and copies of them that have plain weights."""
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -10,8 +11,8 @@ from transformers import PreTrainedModel
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.open import reason_of
 from outrider.lm.weights.blocks import BlockWeight
-from outrider.lm.weights.linear import BlockEmbedding, BlockLinear, ScaledBlockEmbedding
-from outrider.lm.weights.operators import block_rows, has_kernels
+from outrider.lm.weights.linear import BlockEmbedding, BlockLinear, Int8Linear, ScaledBlockEmbedding
+from outrider.lm.weights.operators import block_rows, has_kernels, rounded
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -23,9 +24,30 @@ class ScaledEmbedding(nn.Embedding):
         return super().forward(input) * self.embed_scale.to(self.weight.dtype)
 
 
+class RoundedLinear(nn.Linear):
+    """A linear layer that rounds the states which it multiplies to 8 bits, as `Int8Linear` does."""
+
+    def forward(self, input: Float[Tensor, "*batch in_features"]) -> Float[Tensor, "*batch out_features"]:
+        return super().forward(rounded(input).to(self.weight.dtype))
+
+    def cut(self, rows: Sequence[int], dtype: torch.dtype) -> nn.Linear:
+        """A plain layer of some of its rows, in this order."""
+        picked = torch.tensor(list(rows))
+        short = nn.Linear(self.in_features, len(rows), bias=self.bias is not None, device="meta")
+        short.weight = nn.Parameter(self.weight[picked].to(dtype), requires_grad=False)
+        if self.bias is not None:
+            short.bias = nn.Parameter(self.bias[picked].to(dtype), requires_grad=False)
+        return short
+
+
 def has_blocks(module: nn.Module) -> bool:
     """Whether any layer computes from blocks."""
     return any(isinstance(part, BlockLinear | BlockEmbedding) for part in module.modules())
+
+
+def rounds_activations(module: nn.Module) -> bool:
+    """Whether any layer rounds the states that it multiplies to 8 bits."""
+    return any(isinstance(part, Int8Linear | RoundedLinear) for part in module.modules())
 
 
 def num_packed(module: nn.Module) -> int:
@@ -54,7 +76,9 @@ def why_plain(model: PreTrainedModel) -> str | None:
 
 
 def copied(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy of a model, perhaps in another dtype, all of whose layers have plain weights."""
+    """A copy of a model, perhaps in another dtype, all of whose layers have plain weights. Those that round states to 8
+    bits do so still.
+    """
     layers = [part for part in model.modules() if isinstance(part, BlockLinear | BlockEmbedding)]
     # Nobody needs a copy of the blocks.
     shared = {id(tensor): tensor for layer in layers for tensor in layer.buffers() if not tensor.is_floating_point()}
@@ -86,7 +110,8 @@ def _plain(layer: BlockLinear | BlockEmbedding, weight: nn.Parameter) -> nn.Modu
         if isinstance(layer, ScaledBlockEmbedding):
             embedding.register_buffer("embed_scale", layer.embed_scale, persistent=False)
         return embedding
-    linear = nn.Linear(inputs, outputs, bias=layer.bias is not None, device="meta")
+    of_states = RoundedLinear if isinstance(layer, Int8Linear) else nn.Linear
+    linear = of_states(inputs, outputs, bias=layer.bias is not None, device="meta")
     linear.weight = weight
     if layer.bias is not None:
         linear.bias = nn.Parameter(layer.bias, requires_grad=False)

@@ -33,6 +33,7 @@ struct Lanes {
 typedef Lanes<float> Floats;
 typedef Lanes<int32_t> Words;
 typedef Lanes<uint16_t> Halves;
+typedef Lanes<uint8_t> Bytes;
 
 template <class Number, class Vector, class Function>
 Vector each(const Function &function) {
@@ -104,6 +105,18 @@ inline __m512i and_si512(const __m512i &a, const __m512i &b) {
     const Words x = Words::of(a), y = Words::of(b);
     return each<int32_t, __m512i>([&](int i) { return x.at[i] & y.at[i]; });
 }
+inline __m512i or_si512(const __m512i &a, const __m512i &b) {
+    const Words x = Words::of(a), y = Words::of(b);
+    return each<int32_t, __m512i>([&](int i) { return x.at[i] | y.at[i]; });
+}
+inline __m512i xor_si512(const __m512i &a, const __m512i &b) {
+    const Words x = Words::of(a), y = Words::of(b);
+    return each<int32_t, __m512i>([&](int i) { return x.at[i] ^ y.at[i]; });
+}
+inline __m512i shuffle_epi8(const __m512i &a, const __m512i &index) {
+    const Bytes x = Bytes::of(a), at = Bytes::of(index);
+    return each<uint8_t, __m512i>([&](int i) { return uint8_t(at.at[i] & 128 ? 0 : x.at[i / 16 * 16 + at.at[i] % 16]); });
+}
 inline __m512i slli_epi32(const __m512i &a, int count) {
     const Words x = Words::of(a);
     return each<int32_t, __m512i>([&](int i) { return int32_t(uint32_t(x.at[i]) << count); });
@@ -160,6 +173,15 @@ inline __m512 cvtph_ps(const __m256i &a) {
 inline __m512bh cvtne2ps_pbh(const __m512 &high, const __m512 &low) {
     const Floats x = Floats::of(low), y = Floats::of(high);
     return each<uint16_t, __m512bh>([&](int i) { return rounded(i < 16 ? x.at[i] : y.at[i - 16]); });
+}
+inline __m512i dpbusd_epi32(const __m512i &sum, const __m512i &a, const __m512i &b) {
+    const Words z = Words::of(sum);
+    const Bytes x = Bytes::of(a), y = Bytes::of(b);
+    return each<int32_t, __m512i>([&](int i) {
+        int32_t total = z.at[i];
+        for (int k = 4 * i; k < 4 * i + 4; k++) total += int32_t(x.at[k]) * int8_t(y.at[k]);
+        return total;
+    });
 }
 inline __m512 dpbf16_ps(const __m512 &sum, const __m512bh &a, const __m512bh &b) {
     const Floats z = Floats::of(sum);
@@ -231,11 +253,13 @@ inline void dpbf16ps(int sum, int a, int b) {
 #undef _mm512_cvtph_ps
 #define _mm512_cvtph_ps emulated::cvtph_ps
 #define _mm512_dpbf16_ps emulated::dpbf16_ps
+#define _mm512_dpbusd_epi32 emulated::dpbusd_epi32
 #define _mm512_fmadd_ps emulated::fmadd_ps
 #define _mm512_load_ps emulated::load_ps
 #define _mm512_load_si512 emulated::load_si512
 #define _mm512_loadu_si512 emulated::loadu_si512
 #define _mm512_mul_ps emulated::mul_ps
+#define _mm512_or_si512 emulated::or_si512
 #define _mm512_permutex2var_epi16 emulated::permutex2var_epi16
 #define _mm512_permutexvar_epi16 emulated::permutexvar_epi16
 #define _mm512_reduce_add_ps emulated::reduce_add_ps
@@ -244,6 +268,7 @@ inline void dpbf16ps(int sum, int a, int b) {
 #define _mm512_set1_ps emulated::set1_ps
 #define _mm512_setzero_ps emulated::setzero_ps
 #define _mm512_setzero_si512 emulated::setzero_si512
+#define _mm512_shuffle_epi8 emulated::shuffle_epi8
 #undef _mm512_slli_epi16
 #define _mm512_slli_epi16 emulated::slli_epi16
 #undef _mm512_slli_epi32
@@ -256,6 +281,7 @@ inline void dpbf16ps(int sum, int a, int b) {
 #define _mm512_sub_epi32 emulated::sub_epi32
 #undef _mm512_ternarylogic_epi64
 #define _mm512_ternarylogic_epi64 emulated::ternarylogic_epi64
+#define _mm512_xor_si512 emulated::xor_si512
 #undef _tile_dpbf16ps
 #define _tile_dpbf16ps emulated::dpbf16ps
 #undef _tile_loadconfig

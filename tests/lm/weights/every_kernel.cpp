@@ -24,6 +24,8 @@ int main() {
                 for (int type : {0, 1}) {
                     failed |= outrider_block_linear(states.data, type, rows, features, features, 2, both, same, sizes, bias.data, 1, out.data, type);
                     failed |= outrider_block_linear(states.data, type, rows, features, features, 1, both, same, sizes, nullptr, 0, out.data, 0);
+                    failed |= outrider_int8_linear(states.data, type, rows, features, features, 2, both, same, sizes, bias.data, 1, out.data, type);
+                    failed |= outrider_int8_linear(states.data, type, rows, features, features, 1, both, same, sizes, nullptr, 0, out.data, 0);
                     failed |= outrider_block_rows(some, 3, blocks.data, kinds[i], size, features, embedded.data, type);
                 }
             }
