@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, MiMoV2FlashConfig, PreTrainedModel
@@ -26,7 +28,7 @@ from outrider.heads.assistant import AssistantDrafter
 from outrider.heads.mtp import MtpDrafter, MtpLayersDrafter, MtpPath
 from outrider.heads.trunks.blocks import BlockDrafter
 from outrider.lm.hf.assistant import open_assistant
-from outrider.lm.hf.mtp import behind_pattern, load_mtp
+from outrider.lm.hf.mtp import SINCE, behind_pattern, load_mtp
 from outrider.lm.hf.open import open_model
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
@@ -107,6 +109,8 @@ MTP = [("glm4_moe", 1), ("glm4_moe", 3), ("deepseek_v3", 1), ("mellum", 1)]
 
 @pytest.fixture(scope="module")
 def mtp_targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    if Version(transformers.__version__) < SINCE:
+        pytest.skip(f"transformers {SINCE} or later runs multi-token-prediction layers")
     made: dict[tuple[str, int], Path] = {}
 
     def target(family: str, layers: int) -> Path:
@@ -236,6 +240,16 @@ def test_mtp_layers_of_mimo_are_refused_by_name():
     config = MiMoV2FlashConfig(**Size().mixed, **Size().experts)
     with pytest.raises(InputError, match="mimo_v2_flash have a layout of their own, with the hidden state first"):
         load_mtp(AutoModelForCausalLM.from_config(config))
+
+
+def test_a_transformers_that_is_too_old_is_told(monkeypatch):
+    model = llama()
+    model.config.num_mtp_layers = 1
+    monkeypatch.setattr(transformers, "__version__", "5.19.0")
+    with pytest.raises(
+        InputError, match="drafter mtp needs transformers 5.20 or later, and 5.19.0 is here; use another"
+    ):
+        load_mtp(model)
 
 
 def test_mtp_is_refused_where_there_is_none(mtp_targets, tmp_path):

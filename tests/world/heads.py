@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import LlamaConfig
 from transformers.modeling_layers import MtpModel
@@ -21,6 +24,7 @@ from outrider.heads.trunks.blocks import BlockDrafter
 from outrider.heads.trunks.features import OwnFeatures
 from outrider.lm.forwards.compilable import KINDS, ForwardKind
 from outrider.lm.head import HeadLM
+from outrider.lm.hf.mtp import SINCE
 from outrider.lm.target_info import TargetInfo
 from tests.world.block_checkpoints import checkpoints
 from tests.world.learners import head_learner, moved
@@ -104,6 +108,8 @@ def write_head(kind: str, folder: Path, around: TargetInfo) -> None:
 
 def _mtp(around: TargetInfo, count: int) -> MtpModel:
     """Multi-token-prediction layers with random weights for a target that was published without any."""
+    if Version(transformers.__version__) < SINCE:
+        pytest.skip(f"transformers {SINCE} or later runs such layers")
     target = around.mtp.__self__.model
     target.config.num_mtp_layers = count
     found = MtpModel(target, count)

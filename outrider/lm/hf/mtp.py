@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from transformers import PreTrainedConfig, PreTrainedModel, modeling_layers
 
 from outrider.core.types import InputError
@@ -21,6 +23,8 @@ from outrider.core.types import InputError
 BESIDE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Model types whose configs in transformers know of no such layers. Checkpoints have them as `mtp.*`, and they attend
 to all positions. Qwen3.6 has the types of Qwen3.5."""
+SINCE = Version("5.20")
+"""The first transformers whose `MtpModel` is as it is here."""
 ATTENTION = (None, "full_attention", "sliding_attention")
 """The types of layers that keep nothing but keys and values."""
 
@@ -51,8 +55,11 @@ def load_mtp(model: PreTrainedModel, path: str | None = None) -> Any:
             f"{name} has no multi-token-prediction layers (its config names no num_mtp_layers), so it cannot draft by "
             "mtp; use another drafter, such as suffix"
         )
-    if not hasattr(modeling_layers, "MtpModel"):
-        raise InputError("drafter mtp needs a newer transformers, one that has MtpModel; 5.23 has it")
+    if Version(transformers.__version__) < SINCE:
+        raise InputError(
+            f"drafter mtp needs transformers {SINCE} or later, and {transformers.__version__} is here; use another "
+            "drafter, such as suffix"
+        )
     if getattr(text, "mtp_use_dedicated_embeddings", False):
         raise InputError(
             f"the multi-token-prediction layers of {name} have embeddings of their own, which transformers does not "
