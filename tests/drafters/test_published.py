@@ -246,9 +246,7 @@ def test_a_transformers_that_is_too_old_is_told(monkeypatch):
     model = llama()
     model.config.num_mtp_layers = 1
     monkeypatch.setattr("outrider.lm.hf.mtp.SINCE", Version("99"))
-    with pytest.raises(
-        InputError, match="mtp needs transformers 99 or later, and 5[0-9.]* is here; use another drafter"
-    ):
+    with pytest.raises(InputError, match="mtp needs transformers 99 or later, and 5"):
         load_mtp(model)
 
 
