@@ -18,6 +18,7 @@ from outrider.decoding.protocol import Decoding, Parts, Settling
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Drafter, Unbound, UnboundCheckpoint
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from outrider.engine.crowd import warn_of_crowd
 from outrider.engine.engine import Engine
 from outrider.host.mapped import release_heap
 from outrider.host.threads import release_threads, use_threads
@@ -86,6 +87,8 @@ def assemble(setup: Setup, *, target: LM | None = None, drafter: Drafter | None 
     release_heap()
     if not loaded.shared:
         log.log(level_of(loaded.model), "%s", _runs(loaded.setup, parts))
+    if parts.target.device.type == "cpu":
+        warn_of_crowd()
     return _engine(parts, loaded)
 
 

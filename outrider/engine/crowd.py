@@ -3,73 +3,45 @@
 Torch's threads wait for each other by spinning. If one of them has no core, the others spin until it gets one.
 """
 
+import functools
 import warnings
-from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 import torch
 
-from outrider.core.types import Step
 from outrider.host.cores import CoreUsage, crowded, shares
+from outrider.host.threads import threads_are_bound
 
 SPAN = 0.5
-"""For how many seconds of steps the cores are watched."""
-IDLE = 0.25
-"""Cores that nobody uses; with more of them idle, nothing shows that the threads lack cores."""
+"""For how many seconds the cores must have been watched."""
+_BEGAN = CoreUsage.now()
+"""Use of the cores when this module was imported, before any model was read."""
 
 
 class CrowdedWarning(RuntimeWarning):
     """Torch has more threads than there are free cores."""
 
 
-class Crowd:
-    """Notices once, at the first steps, that other processes take cores from torch's threads. Changes in place.
+def crowd_between(before: CoreUsage, after: CoreUsage, threads: int) -> str | None:
+    """A sentence for the user if other processes left too few cores for torch's threads; otherwise None.
 
     Args:
-        look: Returns what the cores have done up to now.
+        threads: Number of torch's threads. A single thread waits for no other, so it is never too many.
     """
-
-    has_warned: ClassVar[bool] = False
-    """Whether a warning was given in this process."""
-
-    def __init__(self, look: Callable[[], CoreUsage] = CoreUsage.now) -> None:
-        self._look = look
-        self._before: CoreUsage | None = None
-        self._watched = 0.0
-        self._is_judged = False
-
-    def note(self, seconds: float, threads: int) -> str | None:
-        """Note a step. Returns a sentence for the user if the machine is crowded; otherwise None.
-
-        Args:
-            seconds: Time of the target's forward.
-            threads: Number of torch's threads. A single thread waits for no other, so it is never too many.
-        """
-        if self._is_judged or threads == 1:
-            return None
-        if self._before is None:
-            self._before = self._look()
-            return None
-        self._watched += seconds
-        if self._watched < SPAN:
-            return None
-        self._is_judged = True
-        seen = shares(self._before, self._look())
-        if seen is None or not crowded(seen, threads) or seen.free - seen.of_process > IDLE:
-            return None
-        fewer = max(1, min(int(seen.free), threads - 1))
-        return (
-            f"torch has {threads} threads, and other processes leave only {seen.free:.1f} cores free for them, which "
-            f"can make steps many times slower; use fewer threads (threads={fewer} in Python, --threads {fewer} on the "
-            "command line), or wait until the machine is less busy"
-        )
+    seen = shares(before, after)
+    if threads == 1 or after.seconds - before.seconds < SPAN or seen is None or not crowded(seen, threads):
+        return None
+    fewer = max(1, min(int(seen.free), threads - 1))
+    return (
+        f"torch has {threads} threads, and other processes leave only {seen.free:.1f} cores free for them, which can "
+        f"make steps many times slower; use fewer threads (threads={fewer} in Python, --threads {fewer} on the command "
+        "line), or wait until the machine is less busy"
+    )
 
 
-def warn_of_crowd(crowd: Crowd, steps: Sequence[Step]) -> None:
-    """Give a Python warning if the steps of an iteration show that the machine is crowded; once per process."""
-    if Crowd.has_warned or not steps:
+@functools.cache
+def warn_of_crowd() -> None:
+    """Give a Python warning if the machine was crowded while libraries and models were read; once per process."""
+    if threads_are_bound():
         return
-    sentence = crowd.note(steps[0].timing.target, torch.get_num_threads())
-    if sentence is not None:
-        Crowd.has_warned = True
+    if (sentence := crowd_between(_BEGAN, CoreUsage.now(), torch.get_num_threads())) is not None:
         warnings.warn(CrowdedWarning(sentence), stacklevel=2)

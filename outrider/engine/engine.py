@@ -1,6 +1,5 @@
 """The engine: takes requests, gives each a slot, prefills it, steps all active requests together, returns text."""
 
-import functools
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +21,6 @@ from outrider.decoding.step import StepDecoding
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.protocol import Drafter
 from outrider.engine.admission import Route
-from outrider.engine.crowd import Crowd, warn_of_crowd
 from outrider.engine.generation import Generation, Keywords, SharedKeywords, takes_options
 from outrider.engine.lock import Lock, alone
 from outrider.engine.mailbox import Mailboxes
@@ -42,7 +40,6 @@ from outrider.engine.requests import (
 )
 from outrider.engine.schedule import Schedule
 from outrider.host.remembered import shapes
-from outrider.host.threads import threads_are_bound
 from outrider.lengths.experience import Experience
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.generation_config import GenerationRules
@@ -149,7 +146,6 @@ class Engine:
         # Both engines change the target's slots, so one thread at a time runs either.
         self._lock: Lock = Lock() if lender is None else lender._lock
         self._mail = Mailboxes()
-        watched = parts.target.device.type == "cpu" and not threads_are_bound()
         self._schedule: Schedule = Schedule(
             parts,
             tokenizer,
@@ -159,7 +155,6 @@ class Engine:
             lender=None if lender is None else lender._schedule.prefixes,
             max_warm_tokens=max_warm_tokens,
             deliver=self._mail.deliver,
-            timed=functools.partial(warn_of_crowd, Crowd()) if watched else None,
         )
         self._seeds = np.random.SeedSequence(ranks.of_first(np.random.SeedSequence().entropy))
 

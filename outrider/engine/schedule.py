@@ -33,7 +33,6 @@ class Schedule:
         lender: Slots that another engine over the same target keeps warm.
         max_warm_tokens: Most tokens in them together; None sets no limit.
         deliver: Called with every update.
-        timed: Called with the steps of each iteration that ran no prompt tokens.
     """
 
     def __init__(
@@ -47,11 +46,10 @@ class Schedule:
         lender: Prefixes | None = None,
         max_warm_tokens: int | None = None,
         deliver: Callable[[Update], None],
-        timed: Callable[[Sequence[Step]], None] | None = None,
     ) -> None:
         self.seats: dict[str, Seat] = {}
         self._tokenizer = tokenizer
-        self._deliver, self._timed = deliver, timed
+        self._deliver = deliver
         self._admission = Admission(
             parts,
             max_slots=max_slots,
@@ -152,8 +150,6 @@ class Schedule:
         by_id = {seat.request.id: seat for seat in seats}
         states = [seat.state for seat in seats]
         marks = [mark(state) for state in states]
-        # The first step of a request, and the first one after a failed step, may run prompt tokens too.
-        comparable = all(state.num_steps for state in states) and not any(seat.suspect for seat in seats)
         try:
             steps = self.parts.decoding.step(
                 self.parts,
@@ -168,8 +164,6 @@ class Schedule:
             for step in steps:
                 by_id[step.request].ready = True
                 self._deliver(self._update(by_id[step.request], step))
-            if comparable and self._timed is not None:
-                self._timed(steps)
 
     def _failed(self, seats: Sequence[Seat], marks: Sequence[Mark], error: BaseException) -> None:
         """Undo a forward that failed. A single request ends; several requests will be tried one by one. An interrupt is
