@@ -15,8 +15,8 @@ from recipes.fresh import row_of
 from recipes.inquiry.trial import Setting
 
 NAMES = list(recipes())
-MAKERS = ("stand_in", "embedded_pair", "moe_target")
-"""Recipes that make models."""
+MAKERS = ("stand_in", "embedded_pair", "moe_target", "answers")
+"""Recipes that make models or answers."""
 
 
 def test_recipes_are_listed_with_a_line_each(capsys):
@@ -53,7 +53,7 @@ def test_a_quick_form_of_unknown_options_is_a_mistake():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["sped"], "unknown recipe 'sped'; available: audit, block_gain, budgets"),
+        (["sped"], "unknown recipe 'sped'; available: answers, audit, block_gain"),
         (["gpu"], "needs a CUDA device"),
         (["stopping", "--draft", "/no/such"], "is not a model's directory"),
         (["sharing", "--num-prompts", "2"], "num_prompts must be >= 16"),
