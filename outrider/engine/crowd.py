@@ -8,13 +8,11 @@ import warnings
 
 import torch
 
-from outrider.host.cores import CoreUsage, crowded, shares
+from outrider.host.cores import BEGAN, CoreUsage, crowded, shares
 from outrider.host.threads import threads_are_bound
 
 SPAN = 0.5
 """For how many seconds the cores must have been watched."""
-_BEGAN = CoreUsage.now()
-"""Use of the cores when this module was imported, before any model was read."""
 
 
 class CrowdedWarning(RuntimeWarning):
@@ -43,5 +41,5 @@ def warn_of_crowd() -> None:
     """Give a Python warning if the machine was crowded while libraries and models were read; once per process."""
     if threads_are_bound():
         return
-    if (sentence := crowd_between(_BEGAN, CoreUsage.now(), torch.get_num_threads())) is not None:
+    if (sentence := crowd_between(BEGAN, CoreUsage.now(), torch.get_num_threads())) is not None:
         warnings.warn(CrowdedWarning(sentence), stacklevel=2)

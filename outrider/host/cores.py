@@ -130,3 +130,7 @@ def _busy(root: Path) -> float | None:
     except (OSError, ValueError, KeyError, IndexError):
         return None
     return worked / os.sysconf("SC_CLK_TCK") if worked else None
+
+
+BEGAN = CoreUsage.now()
+"""Use of the cores when this module was imported, before any model was read."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.core.inputs import InputError
 from outrider.core.ranks import together
 from outrider.host import remembered
-from outrider.host.cores import CoreUsage, crowded, shares
+from outrider.host.cores import BEGAN, CoreUsage, crowded, shares
 from outrider.lm.fingerprint import shape_of
 from outrider.lm.forwards.compilable import returning
 from outrider.lm.forwards.forward import BLOCK, FORWARDS, Forward, ForwardChoice
@@ -38,8 +38,6 @@ PLACES = 3
 """Places of a text where roundings are compared."""
 WIDE = 48
 """Tokens of a forward on which compiled and eager ones are compared: compiled ones are slow with many tokens."""
-_BEGAN = CoreUsage.now()
-"""Use of the cores when this module was imported, before any model was read."""
 log = logging.getLogger("outrider")
 
 
@@ -87,7 +85,7 @@ def choose(
         "pad_to": pad_to,
     }
     choice = _read(remembered.read("forward", key), candidates)
-    if choice is None or (choice.busy and (surely or not _crowded(_BEGAN))):
+    if choice is None or (choice.busy and (surely or not _crowded(BEGAN))):
         before = CoreUsage.now()
         measured = _measured(lm, candidates, paddings)
         choice = replace(measured, busy=_crowded(before))

@@ -53,7 +53,7 @@ def test_a_system_that_says_nothing_of_its_cores_is_not_judged():
 def warned() -> None:
     """Print the warnings of two engines that are opened on a crowded machine."""
     now = CoreUsage.now()
-    crowd._BEGAN = CoreUsage(seconds=now.seconds - 10, of_process=now.of_process, busy=(now.busy or 0) - 10 * CORES)
+    crowd.BEGAN = CoreUsage(seconds=now.seconds - 10, of_process=now.of_process, busy=(now.busy or 0) - 10 * CORES)
     crowd.warn_of_crowd.cache_clear()
     torch.set_num_threads(THREADS)
     found = []

@@ -1,7 +1,7 @@
 """GGUF files: what their headers say, and models and tokenizers from them.
 
 transformers reads them and makes plain weights of their blocks. It reads headers with the library `gguf`, which takes
-half a minute for a vocabulary of 150,000 tokens; see `quick_headers`. What a line of text needs is read here.
+fifteen seconds for a vocabulary of 150,000 tokens; see `quick_headers`. What a line of text needs is read here.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """

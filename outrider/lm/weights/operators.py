@@ -89,12 +89,19 @@ def plain_linear(
     kinds: Sequence[int],
     sizes: Sequence[int],
     bias: Float[Tensor, " out"] | None,
+    *,
+    int8: bool = False,
 ) -> Float[Tensor, "*batch out"]:
-    """The products by torch, in float32 or float64."""
+    """The products by torch, in float32 or float64.
+
+    Args:
+        int8: Whether states are rounded to 8 bits first.
+    """
     dtype = torch.promote_types(states.dtype, torch.float32)
     rows = states.flatten(0, -2).to(dtype)
+    coarse = rounded(rows) if int8 else rows
     outputs = [
-        F.linear(rows, part.to(dtype))
+        F.linear(coarse if rounds(NAMES[kind]) else rows, part.to(dtype))
         for data, kind, size in zip(blocks, kinds, sizes, strict=True)
         for _, part in _weight(data, kind, size).slices()
     ]
@@ -102,22 +109,6 @@ def plain_linear(
     if bias is not None:
         joined = joined + bias.to(dtype)
     return joined.to(states.dtype).unflatten(0, states.shape[:-1])
-
-
-def plain_int8_linear(
-    states: Float[Tensor, "*batch in_features"],
-    blocks: Sequence[UInt8[Tensor, "panels bytes"]],
-    kinds: Sequence[int],
-    sizes: Sequence[int],
-    bias: Float[Tensor, " out"] | None,
-) -> Float[Tensor, "*batch out"]:
-    """The same with states that are rounded to 8 bits."""
-    outputs = []
-    for data, kind, size in zip(blocks, kinds, sizes, strict=True):
-        given = rounded(states) if rounds(NAMES[kind]) else states.to(torch.promote_types(states.dtype, torch.float32))
-        outputs.append(plain_linear(given, [data], [kind], [size], None))
-    joined = torch.cat(outputs, dim=-1)
-    return (joined if bias is None else joined + bias.to(joined.dtype)).to(states.dtype)
 
 
 def rounds(kind: str) -> bool:
@@ -188,7 +179,7 @@ def _int8_linear(
 ) -> Tensor:
     """The operator `int8_linear`."""
     if states.device.type != "cpu" or states.dtype == torch.float64 or _kernels() is None:
-        return plain_int8_linear(states, blocks, kinds, sizes, bias)
+        return plain_linear(states, blocks, kinds, sizes, bias, int8=True)
     if states.dtype not in TYPES:
         return native_linear(states.float(), blocks, kinds, sizes, bias, torch.float32, "int8_linear").to(states.dtype)
     return native_linear(states, blocks, kinds, sizes, bias, states.dtype, "int8_linear")

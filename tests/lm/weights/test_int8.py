@@ -13,7 +13,7 @@ from outrider.host.native import native
 from outrider.lm.weights import operators
 from outrider.lm.weights.blocks import GROUP, KINDS, BlockWeight
 from outrider.lm.weights.linear import BlockLinear, Int8Linear
-from outrider.lm.weights.operators import block_linear, int8_linear, native_linear, plain_int8_linear, rounded, rounds
+from outrider.lm.weights.operators import block_linear, int8_linear, native_linear, plain_linear, rounded, rounds
 from outrider.lm.weights.plain import RoundedLinear, _plain
 from tests.lm.weights.test_emulated import HEADER
 from tests.lm.weights.test_linear import COMPILED, error, matrix, states, threads  # noqa: F401
@@ -51,10 +51,8 @@ def test_products_are_those_of_rounded_states_up_to_summation(kind: str, dtype: 
         out, features = int(random.integers(1, 51)), KINDS[kind].weights * int(random.integers(1, 9))
         weight, given = matrix(kind, out, features, rows), states(rows, features, dtype, rows)
         assert error(products(given, [weight]), naive(given, weight)) < 1e-6, (rows, out, features)
-        assert (
-            error(plain_int8_linear(given.float(), [weight.data], [weight.number], [out], None), naive(given, weight))
-            < 1e-6
-        )
+        plain = plain_linear(given.float(), [weight.data], [weight.number], [out], None, int8=True)
+        assert error(plain, naive(given, weight)) < 1e-6
 
 
 @COMPILED
@@ -132,9 +130,8 @@ def test_weights_of_bfloat16_multiply_states_that_are_not_rounded() -> None:
     parts = [int8_linear(given, [weight], None) for weight in weights]
     assert torch.equal(output, torch.cat(parts, dim=1))
     assert not torch.equal(parts[0], block_linear(given, weights[:1], None))
-    plain = plain_int8_linear(
-        given, [w.data for w in weights], [w.number for w in weights], [40, 20, 7], torch.ones(67)
-    )
+    blocks, kinds = [weight.data for weight in weights], [weight.number for weight in weights]
+    plain = plain_linear(given, blocks, kinds, [40, 20, 7], torch.ones(67), int8=True)
     assert error(plain, int8_linear(given, weights, torch.ones(67)).double()) < 1e-2
 
 
