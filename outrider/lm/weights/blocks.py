@@ -25,6 +25,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.nn import functional as F
 
+from outrider.host import large_pages
 from outrider.lm.weights.panels import fill
 
 PANEL = 16
@@ -123,7 +124,7 @@ class BlockWeight:
         given = torch.from_numpy(blocks) if isinstance(blocks, np.ndarray) else blocks
         rows, size = given.shape
         num_blocks = size // layout.size
-        data = torch.empty(-(-rows // PANEL), num_blocks * layout.chunk, dtype=torch.uint8)
+        data = large_pages.empty(-(-rows // PANEL), num_blocks * layout.chunk)
         if not fill(data, given, layout.number, num_blocks, order):
             _fill(data, given, layout, num_blocks, order)
         return cls(kind=kind, out_features=rows, in_features=num_blocks * layout.weights, data=data)
@@ -150,6 +151,14 @@ class BlockWeight:
         for first, part in self.slices():
             weights[first : first + len(part)] = part
         return weights
+
+    def cut(self, rows: Int[Tensor, " rows"]) -> "BlockWeight":
+        """The matrix of some of its rows, in this order. Their blocks stay what they are."""
+        data = self.data.new_empty(-(-len(rows) // PANEL), self.data.shape[1])
+        for first in range(0, len(rows), SLICE):
+            panels = _taken(KINDS[self.kind], self.data, rows[first : first + SLICE])
+            data[first // PANEL : first // PANEL + len(panels)] = panels
+        return BlockWeight(kind=self.kind, out_features=len(rows), in_features=self.in_features, data=data)
 
     def slices(self) -> Iterator[tuple[int, Float[Tensor, "rows in_features"]]]:
         """Its weights in float32, some rows at a time, each time with the number of the first row."""
@@ -184,13 +193,32 @@ def _panels(kind: BlockKind, blocks: UInt8[Tensor, "rows blocks size"]) -> UInt8
     return torch.cat([halves.flatten(2), small.flatten(2), codes], dim=2).flatten(1)
 
 
+def _taken(
+    kind: BlockKind, data: UInt8[Tensor, "panels panel_bytes"], rows: Int[Tensor, " rows"]
+) -> UInt8[Tensor, "panels_of_rows panel_bytes"]:
+    """The panels of some rows, the last one filled up with zeros."""
+    chunks = data[rows // PANEL].unflatten(1, (-1, kind.chunk))
+    each, taken = torch.arange(len(rows), device=data.device), list[Tensor]()
+    # The sixteen rows have so many bytes in turn.
+    for part, width in zip(_split(kind, chunks), (2, 1, 2 if kind.bits == 8 else 4), strict=True):
+        own = part.reshape(*part.shape[:2], -1, PANEL, width)[each, :, :, rows % PANEL]
+        own = F.pad(own, (0, 0, 0, 0, 0, 0, 0, -len(rows) % PANEL))
+        taken.append(own.unflatten(0, (-1, PANEL)).permute(0, 2, 3, 1, 4).flatten(2))
+    return torch.cat(taken, dim=2).flatten(1)
+
+
+def _split(kind: BlockKind, chunks: UInt8[Tensor, "panels blocks chunk"]) -> tuple[Tensor, ...]:
+    """Scales of 16 bits, other scales, and codes of the blocks of panels."""
+    halves, header = PANEL * 2 * kind.halves, PANEL * kind.header
+    return chunks.split([halves, header - halves, kind.chunk - header], dim=2)
+
+
 def _dequantised(
     kind: BlockKind, chunks: UInt8[Tensor, "panels blocks chunk"], columns: Int[Tensor, " panels"] | None
 ) -> Float[Tensor, "rows in_features"]:
     """All rows of some panels, or one row of each, in float32."""
     num_panels, num_blocks, _ = chunks.shape
-    header, codes = chunks.split([PANEL * kind.header, kind.chunk - PANEL * kind.header], dim=2)
-    halves, small = header.split([PANEL * 2 * kind.halves, PANEL * (kind.header - 2 * kind.halves)], dim=2)
+    halves, small, codes = _split(kind, chunks)
     parts = _Parts(
         halves=halves.reshape(num_panels, num_blocks, -1, PANEL, 2).permute(0, 3, 1, 2, 4),
         small=small.reshape(num_panels, num_blocks, -1, PANEL).permute(0, 3, 1, 2),

@@ -344,25 +344,36 @@ struct Products : Few<Products> {
         }
     }
 
-    // Of the first or the second half of a group.
+    // Scales and offsets of the sixteen rows of a block. What its groups share is computed once.
     template <int KIND>
-    static __m512 scales(const uint8_t *block, int group, int half) {
-        if (KIND == BF16) return _mm512_set1_ps(1);
-        __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)block));
-        const __m128i *small = (const __m128i *)(KIND == Q6_K ? block + 32 + group * 32 + 16 * half : block + 64 + group * 32);
-        if (KIND == Q6_K) scale = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(small))));
-        if (KIND == Q4_K || KIND == Q5_K) scale = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(small))));
-        return scale;
-    }
+    struct Factors {
+        __m512 d, m;
+        const uint8_t *block;
 
-    template <int KIND>
-    static __m512 offsets(const uint8_t *block, int group) {
-        if (!layout_of(KIND).offsets) return _mm512_setzero_ps();
-        const __m512 offset = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(block + 32)));
-        if (KIND != Q4_K && KIND != Q5_K) return offset;
-        const __m128i *small = (const __m128i *)(block + 64 + group * 32 + 16);
-        return _mm512_mul_ps(offset, _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_setzero_si512(), _mm512_cvtepu8_epi32(_mm_loadu_si128(small)))));
-    }
+        explicit Factors(const uint8_t *block) : d(_mm512_set1_ps(1)), m(_mm512_setzero_ps()), block(block) {
+            if (KIND != BF16) d = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)block));
+            if (layout_of(KIND).offsets) m = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(block + 32)));
+            if (KIND == Q4_K || KIND == Q5_K) m = _mm512_sub_ps(_mm512_setzero_ps(), m);
+        }
+
+        // Of the first or the second half of a group.
+        __m512 scales(int group, int half) const {
+            const __m128i *small = (const __m128i *)(KIND == Q6_K ? block + 32 + group * 32 + 16 * half : block + 64 + group * 32);
+            if (KIND == Q6_K) return _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(small))));
+            if (KIND == Q4_K || KIND == Q5_K) return _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(small))));
+            return d;
+        }
+
+        __m512 offsets(int group) const {
+            if (KIND != Q4_K && KIND != Q5_K) return m;
+            return _mm512_mul_ps(m, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(block + 64 + group * 32 + 16)))));
+        }
+    };
+
+    // Two states for every output. Read as one number, they are an operand of the product in memory. Copied by `memcpy`,
+    // they pass through two registers each, and products of several states take half as long again.
+    typedef int32_t __attribute__((may_alias, aligned(2))) Pair;
+    static __m512bh pair(const uint16_t *states) { return (__m512bh)_mm512_set1_epi32(*(const Pair *)states); }
 
     template <int KIND, int Q, int R>
     static void add(const uint8_t *codes, __m512i high, __m512i first, __m512i second, const uint16_t *x, int64_t stride,
@@ -371,12 +382,11 @@ struct Products : Few<Products> {
         operands<KIND, Q>(codes, high, first, second, w);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            int32_t pair[4];
-            memcpy(pair, x + r * stride + 8 * Q, 16);
-            even[r] = _mm512_dpbf16_ps(even[r], w[0], (__m512bh)_mm512_set1_epi32(pair[0]));
-            odd[r] = _mm512_dpbf16_ps(odd[r], w[1], (__m512bh)_mm512_set1_epi32(pair[1]));
-            even[r] = _mm512_dpbf16_ps(even[r], w[2], (__m512bh)_mm512_set1_epi32(pair[2]));
-            odd[r] = _mm512_dpbf16_ps(odd[r], w[3], (__m512bh)_mm512_set1_epi32(pair[3]));
+            const uint16_t *pairs = x + r * stride + 8 * Q;
+            even[r] = _mm512_dpbf16_ps(even[r], w[0], pair(pairs));
+            odd[r] = _mm512_dpbf16_ps(odd[r], w[1], pair(pairs + 2));
+            even[r] = _mm512_dpbf16_ps(even[r], w[2], pair(pairs + 4));
+            odd[r] = _mm512_dpbf16_ps(odd[r], w[3], pair(pairs + 6));
         }
     }
 
@@ -388,43 +398,44 @@ struct Products : Few<Products> {
         __m512 total[R], even[R], odd[R];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) total[r] = even[r] = odd[r] = _mm512_setzero_ps();
-        const int64_t num_groups = states.groups();
+        const int64_t num_groups = states.groups(), stride = states.stride;
+        const uint16_t *x = states.halves(first);
         const uint8_t *block = data;
-        for (int64_t number = 0; number < num_groups; number++) {
-            const int group = int(number % (layout.weights / GROUP));
-            const uint8_t *codes = block + PANEL * layout.header + group * layout.codes();
-            for (int i = 0; i < layout.codes(); i += 64) _mm_prefetch((const char *)codes + i + 2048, _MM_HINT_T0);
-            const uint16_t *x = states.halves(first) + number * GROUP;
-            // Two sums for each state, whatever R is. They go on over the groups of weights without scales.
-            if (KIND != BF16)
+        for (int64_t number = 0; number < num_groups; block += layout.chunk()) {
+            const Factors<KIND> factors(block);
+            for (int group = 0; group < layout.weights / GROUP; group++, number++, x += GROUP) {
+                const uint8_t *codes = block + PANEL * layout.header + group * layout.codes();
+                for (int i = 0; i < layout.codes(); i += 64) _mm_prefetch((const char *)codes + i + 2048, _MM_HINT_T0);
+                // Two sums for each state, whatever R is. They go on over the groups of weights without scales.
+                if (KIND != BF16)
 #pragma GCC unroll 8
-                for (int r = 0; r < R; r++) even[r] = odd[r] = _mm512_setzero_ps();
-            __m512i high = _mm512_setzero_si512();
-            if (layout.bits == 5 || layout.bits == 6) high = _mm512_loadu_si512(codes + 256);
-            add<KIND, 0, R>(codes, high, low_table, high_table, x, states.stride, even, odd);
-            add<KIND, 1, R>(codes, high, low_table, high_table, x, states.stride, even, odd);
-            if (KIND == Q6_K) {
-                const __m512 scale = scales<KIND>(block, group, 0);
+                    for (int r = 0; r < R; r++) even[r] = odd[r] = _mm512_setzero_ps();
+                __m512i high = _mm512_setzero_si512();
+                if (layout.bits == 5 || layout.bits == 6) high = _mm512_loadu_si512(codes + 256);
+                add<KIND, 0, R>(codes, high, low_table, high_table, x, stride, even, odd);
+                add<KIND, 1, R>(codes, high, low_table, high_table, x, stride, even, odd);
+                if (KIND == Q6_K) {
+                    const __m512 scale = factors.scales(group, 0);
 #pragma GCC unroll 8
-                for (int r = 0; r < R; r++) {
-                    total[r] = _mm512_fmadd_ps(_mm512_add_ps(even[r], odd[r]), scale, total[r]);
-                    even[r] = odd[r] = _mm512_setzero_ps();
-                }
-                high = _mm512_loadu_si512(codes + 320);
-            }
-            add<KIND, 2, R>(codes, high, low_table, high_table, x, states.stride, even, odd);
-            add<KIND, 3, R>(codes, high, low_table, high_table, x, states.stride, even, odd);
-            const __m512 scale = scales<KIND>(block, group, 1), offset = offsets<KIND>(block, group);
-            if (KIND != BF16)
-#pragma GCC unroll 8
-                for (int r = 0; r < R; r++) {
-                    total[r] = _mm512_fmadd_ps(_mm512_add_ps(even[r], odd[r]), scale, total[r]);
-                    if (layout.offsets) {
-                        const __m512 sum = _mm512_set1_ps(groups[(local + r) * num_groups + number].sum);
-                        total[r] = _mm512_fmadd_ps(offset, sum, total[r]);
+                    for (int r = 0; r < R; r++) {
+                        total[r] = _mm512_fmadd_ps(_mm512_add_ps(even[r], odd[r]), scale, total[r]);
+                        even[r] = odd[r] = _mm512_setzero_ps();
                     }
+                    high = _mm512_loadu_si512(codes + 320);
                 }
-            if (group == layout.weights / GROUP - 1) block += layout.chunk();
+                add<KIND, 2, R>(codes, high, low_table, high_table, x, stride, even, odd);
+                add<KIND, 3, R>(codes, high, low_table, high_table, x, stride, even, odd);
+                const __m512 scale = factors.scales(group, 1), offset = factors.offsets(group);
+                if (KIND != BF16)
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; r++) {
+                        total[r] = _mm512_fmadd_ps(_mm512_add_ps(even[r], odd[r]), scale, total[r]);
+                        if (layout.offsets) {
+                            const __m512 sum = _mm512_set1_ps(groups[(local + r) * num_groups + number].sum);
+                            total[r] = _mm512_fmadd_ps(offset, sum, total[r]);
+                        }
+                    }
+            }
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
@@ -543,8 +554,9 @@ struct Tiles : Products {
             __asm__ volatile("" ::: "memory");
             if (then < 0) continue;
             const uint8_t *block = data + then / EACH * layout.chunk();
-            const __m512 scale = scales<KIND>(block, int(then % EACH), 0), second = scales<KIND>(block, int(then % EACH), 1);
-            const __m512 offset = offsets<KIND>(block, int(then % EACH));
+            const Factors<KIND> factors(block);
+            const __m512 scale = factors.scales(int(then % EACH), 0), second = factors.scales(int(then % EACH), 1);
+            const __m512 offset = factors.offsets(int(then % EACH));
             for (int r = 0; r < count; r++) {
                 const float(*sum)[FEW][PANEL] = sums[r / FEW][then % RING];
                 __m512 total = _mm512_fmadd_ps(_mm512_load_ps(sum[0][r % FEW]), scale, _mm512_load_ps(outputs[r]));
@@ -1112,26 +1124,26 @@ struct Int8 : Few<Int8>, Rounded {
         __m512 total[R];
         for (int r = 0; r < R; r++) total[r] = _mm512_setzero_ps();
         const uint8_t *block = data;
-        for (int64_t number = 0; number < num_groups; number++) {
-            const int group = int(number % (layout.weights / GROUP));
-            const uint8_t *codes = block + PANEL * layout.header + group * layout.codes();
-            for (int i = 0; i < layout.codes(); i += 64) _mm_prefetch((const char *)codes + i + 2048, _MM_HINT_T0);
-            __m512i w[8];
-            unpack<layout.bits>(codes, w);
-            const __m512 scale = Products::scales<KIND>(block, group, 0), second = Products::scales<KIND>(block, group, 1);
-            const __m512 offset = Products::offsets<KIND>(block, group);
+        for (int64_t number = 0; number < num_groups; block += layout.chunk()) {
+            const Products::Factors<KIND> factors(block);
+            for (int group = 0; group < layout.weights / GROUP; group++, number++) {
+                const uint8_t *codes = block + PANEL * layout.header + group * layout.codes();
+                for (int i = 0; i < layout.codes(); i += 64) _mm_prefetch((const char *)codes + i + 2048, _MM_HINT_T0);
+                __m512i w[8];
+                unpack<layout.bits>(codes, w);
+                const __m512 scale = factors.scales(group, 0), second = factors.scales(group, 1), offset = factors.offsets(group);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                const Group &x = groups[(local + r) * num_groups + number];
-                if constexpr (KIND == Q6_K) {
-                    total[r] = _mm512_fmadd_ps(product<KIND, 0>(w, x), scale, total[r]);
-                    total[r] = _mm512_fmadd_ps(product<KIND, 1>(w, x), second, total[r]);
-                } else {
-                    total[r] = _mm512_fmadd_ps(product<KIND, 2>(w, x), scale, total[r]);
+                for (int r = 0; r < R; r++) {
+                    const Group &x = groups[(local + r) * num_groups + number];
+                    if constexpr (KIND == Q6_K) {
+                        total[r] = _mm512_fmadd_ps(product<KIND, 0>(w, x), scale, total[r]);
+                        total[r] = _mm512_fmadd_ps(product<KIND, 1>(w, x), second, total[r]);
+                    } else {
+                        total[r] = _mm512_fmadd_ps(product<KIND, 2>(w, x), scale, total[r]);
+                    }
+                    if (layout.offsets) total[r] = _mm512_fmadd_ps(offset, _mm512_set1_ps(x.sum), total[r]);
                 }
-                if (layout.offsets) total[r] = _mm512_fmadd_ps(offset, _mm512_set1_ps(x.sum), total[r]);
             }
-            if (group == layout.weights / GROUP - 1) block += layout.chunk();
         }
         for (int r = 0; r < R; r++) _mm512_storeu_ps(outputs[r], total[r]);
     }

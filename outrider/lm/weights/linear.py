@@ -75,14 +75,10 @@ class BlockLinear(_Packed):
         """The outputs for some states."""
         return block_linear(states, [self.blocks], self.bias)
 
-    def cut(self, rows: Sequence[int], dtype: torch.dtype) -> nn.Linear:
-        """A plain layer of some of its rows, in this order."""
-        picked = torch.tensor(list(rows))
-        short = nn.Linear(self.in_features, len(rows), bias=self.bias is not None, device="meta")
-        short.weight = nn.Parameter(self.blocks.dequantised(dtype, picked), requires_grad=False)
-        if self.bias is not None:
-            short.bias = nn.Parameter(self.bias[picked].to(dtype), requires_grad=False)
-        return short
+    def cut(self, rows: Sequence[int]) -> "BlockLinear":
+        """A layer of some of its rows, in this order, each with the blocks that it has here."""
+        picked = torch.tensor(list(rows), device=self.data.device)
+        return type(self)(self.blocks.cut(picked), None if self.bias is None else self.bias[picked])
 
     def extra_repr(self) -> str:
         """Its sizes, for printing."""

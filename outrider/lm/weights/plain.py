@@ -30,13 +30,13 @@ class RoundedLinear(nn.Linear):
     def forward(self, input: Float[Tensor, "*batch in_features"]) -> Float[Tensor, "*batch out_features"]:
         return super().forward(rounded(input).to(self.weight.dtype))
 
-    def cut(self, rows: Sequence[int], dtype: torch.dtype) -> nn.Linear:
-        """A plain layer of some of its rows, in this order."""
-        picked = torch.tensor(list(rows))
-        short = nn.Linear(self.in_features, len(rows), bias=self.bias is not None, device="meta")
-        short.weight = nn.Parameter(self.weight[picked].to(dtype), requires_grad=False)
+    def cut(self, rows: Sequence[int]) -> "RoundedLinear":
+        """A layer of some of its rows, in this order."""
+        picked = torch.tensor(list(rows), device=self.weight.device)
+        short = RoundedLinear(self.in_features, len(rows), bias=self.bias is not None, device="meta")
+        short.weight = nn.Parameter(self.weight[picked], requires_grad=False)
         if self.bias is not None:
-            short.bias = nn.Parameter(self.bias[picked].to(dtype), requires_grad=False)
+            short.bias = nn.Parameter(self.bias[picked], requires_grad=False)
         return short
 
 

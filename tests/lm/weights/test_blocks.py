@@ -50,6 +50,17 @@ def test_some_rows_are_rows_of_all(kind: str) -> None:
 
 
 @KIND_NAMES
+def test_rows_that_are_taken_out_keep_their_blocks(kind: str) -> None:
+    blocks = file_bytes(kind, 40, 512)
+    # More rows than are moved at once, some of them twice.
+    rows = torch.randint(40, (1050,), generator=torch.Generator().manual_seed(1))
+    for some in (rows, rows[:16], rows[:1]):
+        cut, wanted = BlockWeight.of_gguf(blocks, kind).cut(some), BlockWeight.of_gguf(blocks[some.numpy()], kind)
+        assert (cut.kind, cut.out_features, cut.in_features) == (kind, len(some), 512)
+        assert torch.equal(cut.data, wanted.data)
+
+
+@KIND_NAMES
 @pytest.mark.parametrize("rows", [16, 37])
 @pytest.mark.parametrize("moved", [False, True])
 def test_panels_in_c_are_those_of_torch(kind: str, rows: int, moved: bool, monkeypatch: pytest.MonkeyPatch) -> None:

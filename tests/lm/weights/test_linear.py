@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.lm.weights.blocks import KINDS, BlockWeight
-from outrider.lm.weights.linear import BlockEmbedding, BlockLinear
+from outrider.lm.weights.linear import BlockEmbedding, BlockLinear, Int8Linear
 from outrider.lm.weights.operators import _kernels, block_linear, native_linear, plain_linear
 from tests.lm.weights.test_blocks import file_bytes
 
@@ -161,6 +161,20 @@ def test_rows_of_an_embedding_are_exact(kind: str, dtype: torch.dtype) -> None:
     ids = torch.tensor([[49, 0], [17, 17], [16, 3]])
     assert torch.equal(layer(ids), weight.dequantised(dtype)[ids])
     assert layer(torch.tensor(4)).shape == (512,)
+
+
+@KIND_NAMES
+@pytest.mark.parametrize("layer", [BlockLinear, Int8Linear])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_cut_to_some_rows_has_the_bits_of_the_whole_one(
+    kind: str, layer: type[BlockLinear], dtype: torch.dtype
+) -> None:
+    whole, rows = layer(matrix(kind, 200, 512), torch.linspace(-3, 3, 200)), [199, 0, 17, *range(40, 90, 3)]
+    cut = whole.cut(rows)
+    assert type(cut) is layer
+    for count in (1, 7, 40):
+        given = states(count, 512, dtype)
+        assert torch.equal(cut(given), whole(given)[:, rows])
 
 
 def test_tied_layers_share_their_panels() -> None:
