@@ -14,11 +14,12 @@ from outrider.core.types import Draft, Running, ShortList, Step, Structure
 from outrider.decoding.protocol import Parts
 from outrider.drafters.protocol import Choosing, Drafter, Observed, Uniting, fits
 from outrider.lengths.experience import Experience, LengthChoice
-from outrider.lengths.protocol import LoadPolicy
+from outrider.lengths.protocol import LoadPolicy, SizingPolicy
 from outrider.lm.slots.batch import upload
 from outrider.lm.slots.slots import BRANCHES
 from outrider.trees.chain import ChainTree
 from outrider.trees.grow import grow
+from outrider.trees.protocol import RankedTree, Tree
 
 
 def drafter_of(state: Running) -> Drafter:
@@ -84,6 +85,7 @@ class DraftPlan:
         asked: How long a draft each request was asked for; it may have been cut to its room when it was known.
         promised: What its drafter promises of its tokens, where it is known already.
         choices: What a length policy chose for all requests together; none for a policy that chooses none.
+        tree: How drafts grow; None: as the tree of the parts.
     """
 
     states: Sequence[Running]
@@ -91,6 +93,7 @@ class DraftPlan:
     asked: Sequence[int]
     promised: Sequence[Sequence[float]]
     choices: Sequence[GroupChoice] = ()
+    tree: Tree | None = None
 
     def note(self, steps: Sequence[Step], seconds: float | None) -> None:
         """Let the length policy learn from the step. `seconds` is what it took; None if that cannot be compared."""
@@ -103,7 +106,9 @@ class DraftPlan:
                 else replace(steps[i], room=asked, num_draft_tokens=0, num_accepted_tokens=0, promised=())
                 for i, length, asked in zip(group.places, group.choice.lengths, group.choice.asked, strict=True)
             ]
-            group.experience.note(group.choice, requests, made, seconds if len(self.choices) == 1 else None)
+            # The costs of a step are looked up as those of chains that one drafter drafts.
+            alike = len(self.choices) == 1 and group.choice.tree is None
+            group.experience.note(group.choice, requests, made, seconds if alike else None)
 
 
 def plan(parts: Parts, states: Sequence[Running], rooms: Sequence[int]) -> DraftPlan:
@@ -128,6 +133,7 @@ def plan(parts: Parts, states: Sequence[Running], rooms: Sequence[int]) -> Draft
             asked=choice.asked,
             promised=choice.promised or promised,
             choices=[every],
+            tree=choice.tree,
         )
     seen, limits, choices = _chosen(parts, states, rooms), list(rooms), list[GroupChoice]()
     copying = [i for i, view in enumerate(seen) if view is not states[i] and view.drafter is not _last(states[i])]
@@ -154,10 +160,12 @@ def plan(parts: Parts, states: Sequence[Running], rooms: Sequence[int]) -> Draft
 
 def _by_load(parts: Parts, experience: Experience, states: Sequence[Running], rooms: Sequence[int]) -> LengthChoice:
     """The lengths that the length policy chooses for some requests together; where drafts are looked up, by what was
-    found.
+    found, and where they branch, with the tree that sizes them while they grow.
     """
     policy = cast(LoadPolicy, parts.length)
     choice = policy.choose(experience, states, rooms)
+    if parts.tree.structure != "chain":
+        return cast(SizingPolicy, policy).sized(experience, states, choice, rooms, cast(RankedTree, parts.tree))
     looking = [each for each in groups(states) if each[0].looks_up and any(choice.lengths[i] for i in each[1])]
     if not looking:
         return choice
@@ -190,14 +198,24 @@ def _last(state: Running) -> Drafter:
     return drafter_of(state).components[-1]
 
 
-def draft(parts: Parts, states: Sequence[Running], rooms: Sequence[int], dice: Dice, device: torch.device) -> Draft:
+def draft(
+    parts: Parts,
+    states: Sequence[Running],
+    rooms: Sequence[int],
+    dice: Dice,
+    device: torch.device,
+    tree: Tree | None = None,
+) -> Draft:
     """Draft one tree per request, all requests of a drafter together.
 
     Args:
         states: The requests as their drafters see them.
         rooms: Deepest draft of each request.
         device: Where drafts are drawn.
+        tree: How drafts grow; None: as the tree of the parts.
     """
+    if tree is not None:
+        parts = replace(parts, tree=tree)
     grouped = groups(states)
     # Drafters that have nothing to do need not be asked.
     grouped = [each for each in grouped if any(rooms[i] for i in each[1])] or grouped[:1]
@@ -307,7 +325,16 @@ def _selected(drafts: Sequence[Draft], which: Int[np.ndarray, " requests"], stru
         row_of=joined([draft.row_of for draft in drafts], drawn)[order],
         structure=structure,
         short_list=short_list,
+        chances=_chances_of(drafts, order),
     )
+
+
+def _chances_of(drafts: Sequence[Draft], order: Int[np.ndarray, " n"]) -> Float[np.ndarray, " n"] | None:
+    """How likely some nodes of several drafts, numbered through, seem to their drafters; 0 where nobody asked."""
+    if all(draft.chances is None for draft in drafts):
+        return None
+    each = [np.zeros(len(draft.parents)) if draft.chances is None else draft.chances for draft in drafts]
+    return np.concatenate(each)[order]
 
 
 def _behind_each_other(sizes: Sequence[int] | Int[np.ndarray, " n"]) -> Int[np.ndarray, " bounds"]:

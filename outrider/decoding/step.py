@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -50,7 +51,7 @@ class StepDecoding:
         follow(states)
         rooms = [drafting.room(parts, state, tokens_left(parts, state) - 1) for state in states]
         plan = drafting.plan(parts, states, rooms)
-        draft = drafting.draft(parts, plan.states, plan.rooms, dice, parts.target.device)
+        draft = drafting.draft(parts, plan.states, plan.rooms, dice, parts.target.device, plan.tree)
         clock.lap("drafter")
         reading = TargetReading.of(parts.target, draft, states, drafting.taps(states))
         clock.lap("target")
@@ -193,8 +194,11 @@ def _step_of(
         path: The part of it that was emitted.
     """
     request, draft = state.request, reading.draft
-    count = draft.num_draft_tokens(index)
-    last = int(draft.offsets[index]) + (accepted[-1] if accepted else 0)
+    count, first = draft.num_draft_tokens(index), int(draft.offsets[index])
+    last = first + (accepted[-1] if accepted else 0)
+    promised = (
+        plan.promised[index][:count] if draft.chances is None else _promised(draft, draft.chances, first, accepted)
+    )
     return Step(
         request=request.id,
         num_draft_tokens=count,
@@ -203,9 +207,18 @@ def _step_of(
         timing=clock.timing,
         num_requests=num_requests,
         room=plan.asked[index],
-        promised=tuple(plan.promised[index][:count]),
+        depth=int(draft.depths[first : first + count + 1].max()),
+        promised=tuple(promised),
         bonus=bool(draft.first_child[last] == draft.first_child[last + 1]),
         logprobs=logprobs.chosen,
         top_logprobs=logprobs.top,
         logits=reading.logits(index, path) if request.keep_logits else None,
     )
+
+
+def _promised(draft: Draft, chances: Float[np.ndarray, " nodes"], root: int, accepted: Sequence[int]) -> list[float]:
+    """How likely it seemed at a root, and at each accepted node, that one of its children is accepted."""
+    nodes = [root, *(root + node for node in accepted)]
+    children = [draft.links[draft.first_child[node] : draft.first_child[node + 1]] for node in nodes]
+    # A sum of rounded probabilities may exceed 1.
+    return [min(1.0, float(chances[each].sum())) for each in children if len(each)]

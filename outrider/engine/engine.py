@@ -443,9 +443,12 @@ class Engine:
         """Why a drafter does not fit the other parts, in one sentence; None if it does."""
         return None if self._refuses is None else self._refuses(replace(self.parts, drafter=drafter))
 
-    def plain(self) -> "Engine":
-        """An engine over the same target that drafts nothing. It keeps no slots warm. Both use the target's slots, so
-        it releases those that this engine keeps warm when it needs them, and one of the two runs at a time.
+    def plain(self, *, keep_warm: bool = False) -> "Engine":
+        """An engine over the same target that drafts nothing. Both use the target's slots, so it releases those that
+        this engine keeps warm when it needs them, and one of the two runs at a time.
+
+        Args:
+            keep_warm: Whether it keeps slots of ended requests too, until somebody calls its `rest`.
         """
         self.rest()
         return Engine(
@@ -464,7 +467,7 @@ class Engine:
             rules=self.rules,
             max_slots=self.max_slots,
             max_prefill_tokens=self.max_prefill_tokens,
-            keep_warm=False,
+            keep_warm=keep_warm,
             max_warm_slots=self.max_warm_slots,
             needs_seeds=self._needs_seeds,
             lender=self._lender or self,

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from outrider.constraints.grammar import Grammar
@@ -14,6 +14,8 @@ from outrider.engine.prompts import Tool
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+DRAWING = {field.name for field in fields(Sampling)}
+"""Options of `Sampling`, which people may give beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +132,8 @@ def takes_options(method: Callable[Parameters, Result]) -> Callable[Parameters, 
     def called(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
         for name in named:
             if name not in names:
+                if name in DRAWING:
+                    raise InputError(f"{name} belongs to sampling; give sampling=outrider.Sampling({name}=...)")
                 raise unknown("option", name, names)
         return method(*args, **named)
 

@@ -24,13 +24,15 @@ class Counts:
     """How often drafts were found and their tokens accepted. Earlier steps count less.
 
     A token is tested if all before it were accepted. So the first rejected token of a draft is tested, and the tokens
-    behind it are not. A draft itself stands at depth 0: it is tested where one was asked for, and accepted where the
-    drafter found one. A model always does.
+    behind it are not. Of a tree, the children of an accepted node are tested together. A draft itself stands at depth
+    0: it is tested where one was asked for, and accepted where the drafter found one. A model always does.
 
     Attributes:
         tested: By depth, from 0 on.
         accepted: How many of them were accepted.
         promised: How many of them the drafter promised, of those drafts whose tokens it promises.
+        nodes: Nodes of all drafts.
+        levels: Depths of all drafts, added up. Those of chains are their nodes.
 
     Example:
         >>> from outrider.core.types import Timing
@@ -43,23 +45,33 @@ class Counts:
     tested: tuple[float, ...] = ()
     accepted: tuple[float, ...] = ()
     promised: tuple[float, ...] = ()
+    nodes: float = 0.0
+    levels: float = 0.0
 
     def after(self, steps: Sequence[Step]) -> "Counts":
         """The counts after a step of some requests. What was counted before fades, whether these draft or not."""
         steps = [step for step in steps if step.room or step.num_draft_tokens]
-        longest = max([step.num_draft_tokens for step in steps], default=-1)
+        depths = [step.depth or step.num_draft_tokens for step in steps]
+        longest = max(depths, default=-1)
         more = [0.0] * (longest + 1 - len(self.tested))
         tested, accepted = ([FADE * count for count in counts] + more for counts in (self.tested, self.accepted))
         promised = [FADE * count for count in self.promised]
-        for step in steps:
-            for depth in range(min(step.num_accepted_tokens + 1, step.num_draft_tokens) + 1):
+        for step, deepest in zip(steps, depths, strict=True):
+            # Behind a leaf nothing is tested, even if other branches go on.
+            for depth in range(min(step.num_accepted_tokens + (not step.bonus), deepest) + 1):
                 tested[depth] += 1
             for depth in range(step.num_accepted_tokens + 1 if step.num_draft_tokens else 0):
                 accepted[depth] += 1
             for depth, promise in enumerate(step.promised[: step.num_accepted_tokens + 1], 1):
                 promised += [0.0] * (depth + 1 - len(promised))
                 promised[depth] += promise
-        return Counts(tested=tuple(tested), accepted=tuple(accepted), promised=tuple(promised))
+        return Counts(
+            tested=tuple(tested),
+            accepted=tuple(accepted),
+            promised=tuple(promised),
+            nodes=FADE * self.nodes + sum([step.num_draft_tokens for step in steps]),
+            levels=FADE * self.levels + sum(depths),
+        )
 
     def at_most(self, most: float) -> "Counts":
         """The same rates, from at most so many drafts and tokens of a depth."""
@@ -68,7 +80,9 @@ class Counts:
             tuple(weight * count for weight, count in zip(weights, counts, strict=False))
             for counts in (self.tested, self.accepted, self.promised)
         )
-        return Counts(tested=tested, accepted=accepted, promised=promised)
+        share = weights[0] if weights else 1.0
+        sizes = {"nodes": share * self.nodes, "levels": share * self.levels}
+        return Counts(tested=tested, accepted=accepted, promised=promised, **sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,19 +170,59 @@ def promised_tokens(
         >>> found.tokens.round(2).tolist()
         [[1.0, 1.9, 2.35, 2.35], [1.0, 1.0, 1.0, 1.0]]
     """
-    own = _totals(counts)
-    everyone = own.sum(1, keepdims=True) if pools is None else _totals(pools)
-    others, rates = np.maximum(everyone - own, 0), np.zeros((len(promises), longest))
+    kept, rates = kept_promises(counts, pools), np.zeros((len(promises), longest))
     for row, promise in zip(rates, promises, strict=True):
         row[: len(promise)] = np.clip(promise[:longest], LOWEST, 1 - LOWEST)
+    rates = with_odds(rates, kept.odds[:, None])
+    hits = np.array([float(len(promise) > 0) for promise in promises])
+    return _worth(rates, kept.variance, hits, np.zeros(len(promises)), kept.common, kept.unknown)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptPromises:
+    """What promises were worth, for each of some requests.
+
+    Attributes:
+        odds: By what the odds of a promise are to be multiplied.
+        variance: Of the logarithm of this number.
+        common: The share of it that comes from what requests have in common.
+        unknown: The share of what is known that is the prior.
+    """
+
+    odds: Float[np.ndarray, " requests"]
+    variance: Float[np.ndarray, " requests"]
+    common: Float[np.ndarray, " requests"]
+    unknown: Float[np.ndarray, " requests"]
+
+
+def kept_promises(counts: Sequence[Counts], pools: Sequence[Counts] | None) -> KeptPromises:
+    """What promises were worth by what was counted. The arguments are those of `promised_tokens`.
+
+    Example:
+        >>> seen = Counts(tested=(40.0, 40.0), accepted=(40.0, 20.0), promised=(0.0, 32.0))
+        >>> kept_promises([Counts(), seen], None).odds.round(2).tolist()
+        [0.29, 0.28]
+    """
+    own = _totals(counts)
+    everyone = own.sum(1, keepdims=True) if pools is None else _totals(pools)
+    others = np.maximum(everyone - own, 0)
     before = _rates_of(others)
     ratio, variance = _ratio(before, others[0], np.minimum(others[1], others[0]), COMMON)
     common = variance / (OWN + variance)
-    before = _times(_rates_of(own), ratio)
+    before = with_odds(_rates_of(own), ratio)
     own_ratio, variance = _ratio(before, own[0], own[1], OWN + variance)
-    hits = np.array([float(len(promise) > 0) for promise in promises])
-    rates, unknown = _times(rates, (ratio * own_ratio)[:, None]), WEIGHT / (others[0] + own[0] + WEIGHT)
-    return _worth(rates, variance, hits, np.zeros(len(promises)), common, unknown)
+    return KeptPromises(
+        odds=ratio * own_ratio,
+        variance=variance,
+        common=common,
+        unknown=WEIGHT / (others[0] + own[0] + WEIGHT),
+    )
+
+
+def width_of(counts: Sequence[Counts]) -> float:
+    """Nodes at each depth of drafts, on average: 1 of chains, and before there were drafts."""
+    levels = sum(each.levels for each in counts)
+    return sum(each.nodes for each in counts) / levels if levels else 1.0
 
 
 def _worth(
@@ -221,7 +275,7 @@ def _moved(
     num_tested = tested.sum(1)
     before = np.where(num_tested > 0, (tested * rates).sum(1) / np.maximum(num_tested, 1e-9), 0.5)
     ratio, left = _ratio(before, num_tested, accepted.sum(1), variance)
-    return _times(rates, ratio[:, None]), left
+    return with_odds(rates, ratio[:, None]), left
 
 
 def _ratio(
@@ -238,8 +292,13 @@ def _ratio(
     return after / (1 - after) * (1 - before) / before, 1 / ((tested + weight) * after * (1 - after))
 
 
-def _times(rates: Float[np.ndarray, "..."], ratio: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-    """Rates whose odds are multiplied."""
+def with_odds(rates: Float[np.ndarray, "..."], ratio: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+    """Rates below 1 whose odds are multiplied.
+
+    Example:
+        >>> with_odds(np.array([0.5, 0.2]), np.array([1.0, 4.0])).tolist()
+        [0.5, 0.5]
+    """
     odds = rates / (1 - rates) * ratio
     return odds / (1 + odds)
 

@@ -178,6 +178,38 @@ class CostTable:
         """What steps cost in which another drafter drafts, which takes no time."""
         return replace(self, rows=tuple(replace(row, drafter=0.0) for row in self.rows), catch_up=0.0)
 
+    def trees(self, requests: int, width: float, *, sampled: bool, context: int, longest: int) -> Steps:
+        """Seconds of steps as `steps` has them, if drafts are trees with `width` nodes at each depth.
+
+        Example:
+            >>> table = CostTable.of_formula(lambda requests, length: requests + 0.5 * length)
+            >>> table.trees(1, 2.0, sampled=False, context=64, longest=2).tolist()
+            [[1.0, 1.0, 1.0], [1.0, 2.0, 3.0]]
+        """
+        nodes = width * np.arange(longest + 1)
+        verified = self.without_drafter.steps(
+            requests, sampled=sampled, context=context, longest=math.ceil(float(nodes[-1]))
+        )
+        steps = np.stack([np.interp(nodes, np.arange(verified.shape[1]), row) for row in verified])
+        steps += self._part("drafter", sampled, requests, 0)[0]
+        for m in range(1, requests + 1):
+            first, later = (
+                self.readings(math.ceil(m * read), m, sampled=sampled, context=context, longest=longest)
+                for read in (1.0, width)
+            )
+            steps[m, 1:] += np.cumsum(np.append(first[:1], later[1:]))
+        return steps
+
+    def readings(
+        self, nodes: int, requests: int, *, sampled: bool, context: int, longest: int
+    ) -> Float[np.ndarray, " longest"]:
+        """Seconds in which the drafter reads so many nodes together, of some requests: at depth 0, which are the roots,
+        at depth 1, ... It takes what one more token takes in chains of as many requests as there are nodes.
+        """
+        parts = self._part("drafter", sampled, nodes, longest)
+        farther = max(0.0, context - self.context) * requests
+        return np.maximum(np.diff(parts + farther * self._slopes("drafter", requests, longest)), 0.0)
+
     def tree(self, requests: int, widths: Sequence[int], *, sampled: bool, context: int) -> float:
         r"""Seconds of a step in which all requests draft a tree, estimated from steps of chains.
 

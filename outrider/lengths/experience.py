@@ -10,6 +10,7 @@ from outrider.core.types import Request, Step
 from outrider.host import remembered
 from outrider.lengths.acceptance import Counts
 from outrider.lengths.costs import CostTable
+from outrider.trees.protocol import Tree
 
 RECORD = "accepted"
 """The kind of record that keeps pooled acceptance between processes."""
@@ -54,6 +55,7 @@ class LengthChoice:
         context: Tokens of a request before the step, on average.
         looked: How long a draft each request looked for, where drafts were known before this choice.
         promised: What the drafter promises of the tokens of each such draft.
+        tree: How drafts of this step grow, if they branch.
     """
 
     lengths: Sequence[int]
@@ -61,6 +63,7 @@ class LengthChoice:
     context: int = 0
     looked: Sequence[int] | None = None
     promised: Sequence[Sequence[float]] = ()
+    tree: Tree | None = None
 
     @property
     def asked(self) -> Sequence[int]:
@@ -185,7 +188,11 @@ class Experience:
 
 def _recalled(kept: Mapping[str, Any]) -> Counts:
     """Kept counts, at most `MOST_RECALLED` drafts and tokens of a depth. Raises ValueError for impossible ones."""
-    counts = Counts(**{name: tuple(map(float, kept[name])) for name in ("tested", "accepted", "promised")})
+    by_depth = {name: tuple(map(float, kept[name])) for name in ("tested", "accepted", "promised")}
+    nodes, levels = (float(kept.get(name, 0.0)) for name in ("nodes", "levels"))
+    counts = Counts(**by_depth, nodes=nodes, levels=levels)
+    if not 0 <= levels <= nodes < float("inf"):
+        raise ValueError(f"{nodes} nodes cannot stand on {levels} levels")
     promises = counts.promised + (0.0,) * (len(counts.tested) - len(counts.promised))
     for tested, accepted, promised in zip(counts.tested, counts.accepted, promises, strict=True):
         if not (0 <= accepted <= tested < float("inf") and 0 <= promised <= tested):

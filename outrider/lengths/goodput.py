@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import NormalDist
 from typing import ClassVar
 
@@ -10,10 +11,18 @@ from jaxtyping import Float
 
 from outrider.core.option import CheckedOptions, option
 from outrider.core.types import Running, Step
-from outrider.lengths.acceptance import Counts, ExpectedTokens, expected_tokens, promised_tokens
+from outrider.lengths.acceptance import (
+    Counts,
+    ExpectedTokens,
+    expected_tokens,
+    kept_promises,
+    promised_tokens,
+    width_of,
+)
 from outrider.lengths.costs import CostTable
 from outrider.lengths.experience import Experience, LengthChoice, PolicyState
-from outrider.trees.protocol import Level
+from outrider.lengths.sized_tree import SizedTree
+from outrider.trees.protocol import Level, RankedTree
 
 CHANCE = 0.05
 """Drafts are made unless a gain is less likely by acceptance. By the errors of the costs a loss must be less likely."""
@@ -43,6 +52,10 @@ class GoodputLength(CheckedOptions):
     Where the drafter knows its drafts before the step, because it looks tokens up, these lengths say who looks for one.
     The lengths of the drafts that were found are then chosen by the same rule: their $E_r$ is that of the probabilities
     which the drafter promises (`promised_tokens`).
+
+    With tree `dynamic`, these lengths say who drafts, at the width that trees had so far. `SizedTree` then chooses the
+    nodes and the levels of each tree while it grows, by the same costs and by what the drafter's probabilities were
+    worth.
 
     Drafts must be faster than plain steps by 1.645 standard errors of the table's costs, because no draft mends these
     errors. What is not known of acceptance, drafts tell. So they are made unless a gain has a probability below 5 %. A
@@ -92,7 +105,7 @@ class GoodputLength(CheckedOptions):
         rooms = [min(room, limit) for room in rooms]
         if _holds(last, ids, rooms):
             return LengthChoice(lengths=last.lengths, state=replace(last, age=last.age + 1), context=context)
-        prices, lengths = _prices(experience, states, context, self.most), [0] * len(states)
+        lengths = [0] * len(states)
         gain, certain = last.gain, True
         # Those with a seed come last, so that they alone say how long the choice holds.
         for group in _groups(experience, states, range(len(states))):
@@ -105,7 +118,9 @@ class GoodputLength(CheckedOptions):
                 usual_hits = [getattr(state.drafter, "usual_hits", 1.0) for state in some]
                 worth = expected_tokens(group.counts, group.pools, usual_hits, self.most)
                 reading = [_catch_up_cost(state, costs.catch_up) for state in some]
-                plan = _best(prices, worth.within(left), reading)
+                prices = _prices(experience, states, context, self.most, width_of(group.pools or group.counts))
+                untried = group.pools is not None and not any(pool.tested for pool in group.pools)
+                plan = _best(prices, worth.within(left), reading, untried)
                 chosen, gain, certain = plan.lengths, plan.gain, plan.certain
             for i, length in zip(group.places, chosen, strict=True):
                 lengths[i] = min(rooms[i], length)
@@ -134,6 +149,37 @@ class GoodputLength(CheckedOptions):
                         lengths[i] = min(length, len(promise))
         return replace(choice, lengths=lengths, promised=[promise or () for promise in promised])
 
+    def sized(
+        self,
+        experience: Experience,
+        states: Sequence[Running],
+        choice: LengthChoice,
+        rooms: Sequence[int],
+        tree: RankedTree,
+    ) -> LengthChoice:
+        costs, gain = experience.costs, choice.state.gain
+        drafting = [i for i, length in enumerate(choice.lengths) if length]
+        if costs is None or gain is None or not drafting:
+            return replace(choice, tree=tree)
+        lengths, odds, rates = list(choice.lengths), np.ones(len(states)), np.zeros(len(states))
+        draws, context = any(state.request.sampling.temperature > 0 for state in states), choice.context
+        verifying = costs.without_drafter.steps(len(states), sampled=draws, context=context, longest=tree.num_nodes)
+        for group in _groups(experience, states, drafting):
+            if group.blind:
+                continue
+            kept = kept_promises(group.counts, group.pools)
+            for i, ratio in zip(group.places, kept.odds.tolist(), strict=True):
+                lengths[i], odds[i] = min(rooms[i], self.most), ratio
+                rates[i] = len(states) * (1 + max(gain, 0.0)) / verifying[0, 0]
+        sized = SizedTree(
+            tree=tree,
+            odds=odds,
+            rates=rates,
+            verifying=(verifying[len(drafting)] - verifying[0]) / len(drafting),
+            reading=partial(costs.readings, sampled=draws, context=context, longest=self.limit(None) + 1),
+        )
+        return replace(choice, lengths=lengths, tree=sized)
+
     def why_plain(self, experience: Experience) -> str:
         """Why the last steps drafted nothing: what drafts must gain, what they seem to, and what was seen of them."""
         costs, gain = experience.costs, experience.state.gain
@@ -142,7 +188,7 @@ class GoodputLength(CheckedOptions):
         pools = [pool for pool in (experience.greedy, experience.sampled) if pool.tested]
         tested, accepted = (sum(sum(getattr(pool, name)[1:]) for pool in pools) for name in ("tested", "accepted"))
         asked, found = (sum(getattr(pool, name)[0] for pool in pools) for name in ("tested", "accepted"))
-        seen = "none was tested yet" if tested < 1 else f"{accepted / tested:.0%} of draft tokens were accepted so far"
+        seen = "none was tested yet" if tested == 0 else f"{accepted / tested:.0%} of draft tokens were accepted so far"
         if found < 0.99 * asked:
             seen = f"the drafter found a draft in {found / asked:.0%} of the steps that looked for one"
         if gain > margin_of(costs):
@@ -180,13 +226,23 @@ class _Prices:
     margin: float
 
 
-def _prices(experience: Experience, states: Sequence[Running], context: int, longest: int) -> _Prices:
-    """What a step of these requests may cost. Raises ValueError if costs are not known."""
+def _prices(
+    experience: Experience, states: Sequence[Running], context: int, longest: int, width: float = 1.0
+) -> _Prices:
+    """What a step of these requests may cost. Raises ValueError if costs are not known.
+
+    Args:
+        width: Nodes at each depth of a draft.
+    """
     if experience.costs is None:
         raise ValueError("the costs of steps are not known")
     draws = any(state.request.sampling.temperature > 0 for state in states)
+    if width == 1:
+        steps = experience.costs.steps(len(states), sampled=draws, context=context, longest=longest)
+    else:
+        steps = experience.costs.trees(len(states), width, sampled=draws, context=context, longest=longest)
     return _Prices(
-        steps=experience.costs.steps(len(states), sampled=draws, context=context, longest=longest),
+        steps=steps,
         missed=experience.costs.missed(len(states), sampled=draws, context=context),
         margin=margin_of(experience.costs),
     )
@@ -238,11 +294,12 @@ class _Plan:
     certain: bool
 
 
-def _best(prices: _Prices, worth: ExpectedTokens, reading: Sequence[float]) -> _Plan:
+def _best(prices: _Prices, worth: ExpectedTokens, reading: Sequence[float], untried: bool = False) -> _Plan:
     """The lengths of some requests with the most tokens per second. The step's others are taken to be like these.
 
     Args:
         reading: Seconds for each token of a request, for what its drafter has to read first.
+        untried: Whether no request like these ever asked the drafter for a draft.
     """
     steps, missed, margin = prices.steps, prices.missed, prices.margin
     plain, all_requests, (count, num_lengths) = steps[0, 0], len(steps) - 1, worth.tokens.shape
@@ -265,9 +322,12 @@ def _best(prices: _Prices, worth: ExpectedTokens, reading: Sequence[float]) -> _
     cost = (missed[asking] + found * more) / plain + late
     gain = emitted - (1 + margin) * cost
     # As far as drafts are not known, errors of the costs are no reason not to try; nor what drafts read first, for
-    # drafts that go on. Those that end soon read it for a part of the output.
-    hoped_margin = margin * (1 - float(worth.unknown.mean()))
-    hoped = emitted + hope - (1 + hoped_margin) * (cost + (1 / CHANCE - 1) * late)
+    # drafts that go on. Those that end soon read it for a part of the output. A pair that nobody tried is tried once
+    # where errors of the costs may hide a gain: what its first drafts tell is worth more than they can lose.
+    hoped_margin, ending = margin * (1 - float(worth.unknown.mean())), 1 / CHANCE - 1
+    if untried:
+        hoped_margin, ending = -margin, 0.0
+    hoped = emitted + hope - (1 + hoped_margin) * (cost + ending * late)
     possible = np.maximum(gain, hoped) > 0
     possible[:, 0] = False
     rates = np.where(possible, emitted / cost, 0.0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.core.types import Running, Step
 from outrider.lengths.experience import Experience, LengthChoice
-from outrider.trees.protocol import Level
+from outrider.trees.protocol import Level, RankedTree
 
 
 @runtime_checkable
@@ -98,4 +98,27 @@ class LoadPolicy(Protocol):
 
     def why_plain(self, experience: Experience) -> str:
         """Why the last steps drafted nothing, as the rest of a sentence that begins with `nothing was drafted:`."""
+        ...
+
+
+@runtime_checkable
+class SizingPolicy(LoadPolicy, Protocol):
+    """A policy that chooses the size of trees too. One without this is for chains."""
+
+    def sized(
+        self,
+        experience: Experience,
+        states: Sequence[Running],
+        choice: LengthChoice,
+        rooms: Sequence[int],
+        tree: RankedTree,
+    ) -> LengthChoice:
+        """The choice for drafts that branch: how deep they may be, and the tree that chooses the nodes and levels of
+        this step while it grows. Changes nothing.
+
+        Args:
+            choice: What `choose` returned. Who has a length of 0 there drafts nothing.
+            rooms: Deepest draft of each request.
+            tree: How drafts branch.
+        """
         ...

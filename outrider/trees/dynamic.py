@@ -1,6 +1,7 @@
 """The dynamic tree of EAGLE-2: expand the most promising nodes, then keep the most promising of all."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ class DynamicTree:
     References:
         Li et al. 2024, EAGLE-2. https://arxiv.org/abs/2406.16858
     """
+
+    ranked: ClassVar[bool] = True
 
     width: int = option(10, least=1)
     num_nodes: int = option(60, least=1)

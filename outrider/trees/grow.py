@@ -55,6 +55,15 @@ class Sharer(Protocol):
     def share(self, notes: Float[np.ndarray, "requests depth 2"]) -> Int[np.ndarray, " requests"]: ...
 
 
+@runtime_checkable
+class Weighing(Protocol):
+    """A tree that says how likely its nodes seem to the drafter."""
+
+    def chances(self, grown: Grown) -> Float[np.ndarray, " n"]:
+        """Of each node, if its parent is accepted; 0 of roots."""
+        ...
+
+
 @dataclass(kw_only=True)
 class _Growth:
     """The nodes so far, level by level; the roots first."""
@@ -255,7 +264,8 @@ def by_level(
         here = np.flatnonzero(children.expand & (limits[children.owners] > depth))
     grown = growth.grown()
     keep = _shared(sharer, growth, grown, notes) if sharer is not None and notes else tree.finish(grown)
-    return _pack(growth, grown, keep, tree.structure)
+    chances = cast(Weighing, tree).chances(grown) if hasattr(tree, "chances") else None
+    return _pack(growth, grown, keep, tree.structure, chances)
 
 
 def _reached(
@@ -345,7 +355,13 @@ def _shared(
     return grown.depths <= length.share(table)[grown.owners]
 
 
-def _pack(growth: _Growth, grown: Grown, keep: Bool[np.ndarray, " n"] | None, structure: Structure) -> Draft:
+def _pack(
+    growth: _Growth,
+    grown: Grown,
+    keep: Bool[np.ndarray, " n"] | None,
+    structure: Structure,
+    chances: Float[np.ndarray, " n"] | None,
+) -> Draft:
     """Pack the kept nodes request by request, instead of level by level."""
     keep = np.ones(len(grown.owners), dtype=bool) if keep is None else keep
     kept = np.flatnonzero(keep)
@@ -375,4 +391,5 @@ def _pack(growth: _Growth, grown: Grown, keep: Bool[np.ndarray, " n"] | None, st
         row_of=np.where(counts > 0, np.concatenate(growth.row_of)[order], -1),
         structure=structure,
         short_list=growth.short_list if growth.rows else None,
+        chances=None if chances is None else chances[order],
     )

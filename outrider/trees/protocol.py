@@ -125,7 +125,9 @@ class Children:
 
 @runtime_checkable
 class Tree(Protocol):
-    """A way of growing drafts. Pure: its decisions depend on the level alone."""
+    """A way of growing drafts. Pure: its decisions depend on the level alone. One that is a `RankedTree` says so by an
+    attribute `ranked`.
+    """
 
     @property
     def structure(self) -> Structure:
@@ -141,6 +143,19 @@ class Tree(Protocol):
         a drawn node exists must not depend on its token.
         """
         ...
+
+
+@runtime_checkable
+class RankedTree(Tree, Protocol):
+    """A tree of the likeliest nodes: the only value of a node is the logarithm of the drafter's probability of its
+    path, and of all nodes the likeliest are kept.
+
+    Attributes:
+        num_nodes: How many are kept.
+    """
+
+    @property
+    def num_nodes(self) -> int: ...
 
 
 class UnprunedTree:

@@ -63,8 +63,17 @@ def best_of_each(owners: Int[np.ndarray, " n"], scores: Float[np.ndarray, " n"],
         >>> best_of_each(np.array([0, 0, 0, 1]), np.array([0.5, 2.0, 1.0, 0.1]), 2).tolist()
         [False, True, True, True]
     """
+    return rank_of_each(owners, scores) < count
+
+
+def rank_of_each(owners: Int[np.ndarray, " n"], scores: Float[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+    """How many items of the same owner stand before each: the higher ones, and of equal ones the earlier.
+
+    Example:
+        >>> rank_of_each(np.array([0, 0, 0, 1]), np.array([0.5, 2.0, 1.0, 0.1])).tolist()
+        [2, 0, 1, 0]
+    """
     order = np.lexsort([np.arange(len(owners)), -scores, owners])
-    rank = np.arange(len(owners)) - np.searchsorted(owners[order], owners[order])
-    mask = np.zeros(len(owners), dtype=bool)
-    mask[order[rank < count]] = True
-    return mask
+    ranks = np.empty(len(owners), dtype=np.int64)
+    ranks[order] = np.arange(len(owners)) - np.searchsorted(owners[order], owners[order])
+    return ranks

@@ -89,6 +89,13 @@ def test_a_name_that_is_no_option_is_refused_with_those_that_are(method, name, s
     assert {*listed} == {*NAMES, "options"} | own
 
 
+@pytest.mark.parametrize("method", ["add", "stream", "generate"])
+@pytest.mark.parametrize("name", ["temperature", "seed"])
+def test_options_of_sampling_are_shown_their_place(method, name):
+    with pytest.raises(InputError, match=re.escape(f"give sampling=outrider.Sampling({name}=...)")):
+        made(engine("none"), method, **{name: 0})
+
+
 @pytest.mark.parametrize("method", ["add", "stream"])
 @pytest.mark.parametrize(
     ("given", "name"),

@@ -46,7 +46,7 @@ def rates(counts: Counts, pool: Counts = NOBODY, longest: int = 4) -> list[float
 
 def test_a_step_counts_the_tokens_that_were_tested_and_whether_a_draft_was_found():
     counts = Counts().after([step(3, 2, 3), step(3, 0, 3), step(0, 0, 3, room=3), step(0, 0, 3)])
-    assert counts == Counts(tested=(3.0, 2.0, 1.0, 1.0), accepted=(2.0, 1.0, 1.0, 0.0))
+    assert counts == Counts(tested=(3.0, 2.0, 1.0, 1.0), accepted=(2.0, 1.0, 1.0, 0.0), nodes=6.0, levels=6.0)
     longer = counts.after([step(4, 4, 1)])
     assert longer.tested == pytest.approx([3 * FADE + 1, 2 * FADE + 1, FADE + 1, FADE + 1, 1])
     assert longer.accepted == pytest.approx([2 * FADE + 1, FADE + 1, FADE + 1, 1, 1])

@@ -191,6 +191,21 @@ def test_a_pair_that_was_never_tried_is_tried_in_its_first_request(doubt, repeat
     assert statistics.median(speed for _, speed in found) > (1.5 if doubt < 0.2 else 1.0), found
 
 
+def drafting_of_a_short_request(draft: float, tried: Counts | None = None, doubt: float = 0.08) -> bool:
+    """Whether a request of few tokens drafts, where a draft token costs so much of a plain step, and reading too."""
+    table = CostTable.of_formula(lambda requests, length: 1 + draft * length)
+    experience, [state] = Experience(replace(table, catch_up=0.15, doubt=doubt)), running(1, context=5)
+    experience.greedy, state.request = tried or Counts(), replace(state.request, max_new_tokens=32)
+    return lengths(experience, [state]) != [0]
+
+
+def test_a_pair_that_was_never_tried_is_tried_where_errors_of_the_costs_may_hide_a_gain():
+    assert drafting_of_a_short_request(0.81)
+    assert drafting_of_a_short_request(1.15, doubt=0.12)
+    assert not drafting_of_a_short_request(1.5)
+    assert not drafting_of_a_short_request(0.81, tried=pool_of(0.3))
+
+
 @pytest.mark.parametrize("repeats", [False, True])
 @pytest.mark.parametrize("doubt", [0.04, 0.17])
 def test_to_try_a_pair_of_which_nothing_is_accepted_costs_a_few_percent_once(doubt, repeats):
@@ -218,6 +233,13 @@ def test_where_drafts_stay_off_the_policy_says_why():
     seldom = finding(cost(0.3, 0.3), 0.5, 0.1)
     settled(seldom, running(1))
     assert "found a draft in 10% of the steps" in POLICY.why_plain(seldom)
+    # A token that was tested long ago counts less than one.
+    once = Experience(table)
+    once.greedy = Counts().after([step(1, 1, 1, room=1)])
+    for _ in range(50):
+        once.greedy = once.greedy.after([])
+    settled(once, running(1))
+    assert "100% of draft tokens were accepted so far" in POLICY.why_plain(once)
 
 
 def test_the_longest_draft_is_a_setting_and_rooms_bound_it():

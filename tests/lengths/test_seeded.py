@@ -109,7 +109,7 @@ def test_without_kept_costs_a_request_with_a_seed_drafts_the_fixed_length():
 
 @pytest.mark.parametrize(
     "options",
-    [{"tree": "dynamic"}, {"decoding": "pearl:4"}],
+    [{"tree": "opt"}, {"decoding": "pearl:4"}],
     ids=["a branching tree", "drafting ahead"],
 )
 def test_parts_that_need_one_length_get_a_fixed_one_by_default(options: dict[str, str], draft_model):
@@ -117,6 +117,11 @@ def test_parts_that_need_one_length_get_a_fixed_one_by_default(options: dict[str
     assert catalog.name_of(outrider.load(llama(), **options).parts.length) == "fixed"
     with pytest.raises(InputError, match="goodput"):
         outrider.load(llama(), **options, length="goodput")
+
+
+def test_a_tree_that_goodput_can_size_has_a_fixed_depth_by_default(draft_model):
+    options = {"tree": "dynamic", "drafter": draft_model}
+    assert catalog.name_of(outrider.load(llama(), **options).parts.length) == "fixed"
 
 
 def test_the_default_length_follows_the_costs():
