@@ -175,7 +175,8 @@ def _settled(parts: Parts, setup: Setup, *, length_named: bool) -> Parts:
     Raises:
         InputError: They do not fit or are not lossless.
     """
-    if not length_named and (why_not(parts, setup.allow_lossy) is not None or together() > 1):
+    unsuited = parts.tree.structure != "chain" or together() > 1
+    if not length_named and (unsuited or why_not(parts, setup.allow_lossy) is not None):
         parts = replace(parts, length=_part("length", OTHERWISE[str(setup.length)]))
     if (reason := why_not(parts, setup.allow_lossy)) is not None:
         raise InputError(reason)
@@ -267,6 +268,7 @@ def cells(parts: Parts) -> list[Cell]:
             several=several,
             branches=hasattr(each, "branching"),
             unites=each.unites,
+            ranked=hasattr(parts.tree, "ranked"),
             structure="chain" if several and each.rows == "point" else structure_of(each, parts.tree),
             verifier=parts.verifier,
             length=parts.length,

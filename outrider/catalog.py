@@ -177,7 +177,7 @@ ROWS = (
         family="drafter",
         name="domino",
         home="outrider.heads.domino:SPEC",
-        summary="dflash with a recurrent layer over the drafted tokens that corrects each guess",
+        summary="dflash with a recurrent layer over the drafted tokens; tree `dynamic` scores paths as DARTree does",
         source="Domino 2026, https://arxiv.org/abs/2605.29707",
     ),
     Row(
@@ -186,6 +186,13 @@ ROWS = (
         home="outrider.heads.dflash2:SPEC",
         summary="dflash with convolutions in the block, and a choice among the likeliest tokens by the token before",
         source="z-lab 2026, https://github.com/z-lab/dflash",
+    ),
+    Row(
+        family="drafter",
+        name="xpress",
+        home="outrider.heads.xpress:SPEC",
+        summary="dflash with a small refiner that corrects each guess by all drafted tokens before it",
+        source="XPress 2026, https://arxiv.org/abs/2608.02438",
     ),
     Row(
         family="tree",

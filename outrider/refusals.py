@@ -40,6 +40,7 @@ class Cell:
         branches: Whether a drafter of single tokens can guess several after a node.
         unites: Whether the drafts of several drafters make one tree.
         structure: How the tree makes children.
+        ranked: Whether it is a `RankedTree`.
         verifier: The rule.
         length: The length policy.
         decoding: The order of drafting and verifying.
@@ -54,6 +55,7 @@ class Cell:
     several: bool = False
     branches: bool = False
     unites: bool = False
+    ranked: bool = False
     length: LengthPolicy = field(default_factory=FixedLength)
     decoding: Decoding = field(default_factory=StepDecoding)
 
@@ -97,9 +99,8 @@ def refusal(cell: Cell, allow_lossy: bool = False) -> str | None:
         return "this drafter has no distributions to draw from; use a tree that chooses, 'dynamic' or 'opt', or 'chain'"
     if cell.rows == "point" and not cell.branches and cell.structure != "chain":
         return "this drafter proposes one token at a time, and a branching tree needs distributions; use tree 'chain'"
-    if cell.structure != "chain" and not cell.length.constant:
-        what = "drafter 'union'" if cell.unites else "a branching tree"
-        return f"length {_name(cell.length)} is for chains; use length 'fixed' with {what}"
+    if cell.structure != "chain" and not cell.length.constant and (reason := _not_sized(cell)):
+        return reason
     if getattr(cell.length, "reads_survival", False) and not cell.estimates:
         return (
             f"length {_name(cell.length)} needs a drafter that estimates how likely its guesses are accepted, as a "
@@ -123,6 +124,16 @@ def refusal(cell: Cell, allow_lossy: bool = False) -> str | None:
             f"verifier {_name(cell.verifier)} needs the next draft's rows to be those that this draft would have had, "
             f"and this drafter's rows depend on more than the tokens; {_usual(cell)}"
         )
+    return None
+
+
+def _not_sized(cell: Cell) -> str | None:
+    """Why the length policy cannot choose the depth of a branching tree, and what can."""
+    what = "drafter 'union'" if cell.unites else "a branching tree"
+    if cell.unites or cell.several or not hasattr(cell.length, "sized"):
+        return f"length {_name(cell.length)} is for chains; use length 'fixed' with {what}"
+    if not cell.ranked:
+        return f"length {_name(cell.length)} is for chains and tree 'dynamic'; use length 'fixed' with another tree"
     return None
 
 

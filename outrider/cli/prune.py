@@ -1,5 +1,7 @@
-"""outrider prune: cut a draft model out of a target, or plan which shape would pay."""
+"""outrider prune: cut a draft model out of a target, plan which shape would pay, or count the tokens of a text."""
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -7,16 +9,19 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.cli.opened import tell_loading
 from outrider.cli.printed import print_json, print_line, table
-from outrider.core import progress
+from outrider.core import files, progress
 from outrider.core.conversations import taken_for
-from outrider.core.destination import check_free
+from outrider.core.destination import check_free, locked_file
 from outrider.core.inputs import InputError
+from outrider.core.option import Bounds
 from outrider.embedded import EMBEDDED_TARGET
+from outrider.learning.batch import Document
 from outrider.lm.hf.open import open_config, open_model, open_tokenizer
 from outrider.surgery import experts, reshape
 from outrider.surgery import plan as planning
@@ -32,6 +37,12 @@ SHARE = 5
 
 DEPTHS = (1, 2, 4, 8, 16, 32)
 """Depths to compare where none are given, as far as the target has them."""
+
+LISTS = (4096, 8192, 16384, 32768)
+"""Lengths of lists of tokens whose share of a text is printed."""
+
+ENOUGH = 0.98
+"""Share of a text that the list of the printed command has at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +159,40 @@ def plan(
     console.print("alpha needed: the acceptance that would make the shape as fast as the first one")
 
 
+def count_tokens(target: str | None, data: DataOptions, out: Path, as_json: bool) -> None:
+    """Write how often each token stands in a text, and print how much of it the most frequent ones are."""
+    if out.exists():
+        raise InputError(f"{out} exists already; give a new file with --out, or remove it")
+    source = target or str(EMBEDDED_TARGET)
+    with locked_file(out):
+        tell_loading()
+        reader, documents = _documents(data, _tokenizer(source))
+        counts = Counter[int]()
+        with progress.shown(), progress.task("counting", unit="tokens") as counting:
+            for document in documents:
+                # The prompt of an answer is not the target's.
+                answer = document.tokens[document.start :]
+                tokens = (answer if len(answer) else document.tokens).tolist()
+                counts.update(tokens)
+                counting.advance(len(tokens))
+        _tell_taken(data, reader, empty=not counts)
+        with files.written(out):
+            files.replace(out, json.dumps(dict(counts.most_common())).encode())
+    most = np.cumsum([count for _, count in counts.most_common()])
+    shares = {size: float(most[size - 1] / most[-1]) for size in (*LISTS, len(most)) if size <= len(most)}
+    enough = next(size for size, share in shares.items() if share >= ENOUGH)
+    if as_json:
+        print_json({"out": str(out), "target": source, "tokens": int(most[-1]), "shares": shares, "vocabulary": enough})
+        return
+    shown = table(("vocabulary", "share of the text"), f"{most[-1]:,} tokens, {len(most):,} different ones", words=0)
+    for size, share in shares.items():
+        shown.add_row(f"{size:,}", f"{share:.2%}")
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(shown)
+    use = f"--drafter model:path=DRAFT,token_map={out},vocabulary={enough}"
+    console.print(f"use it with {use}, where DRAFT is a draft model", markup=False)
+
+
 def read_texts(data: DataOptions, tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> list[list[int]]:
     """Token ids of the documents that training would read, prompts without answers too, until there are enough tokens.
     What the data was taken for is said on standard error.
@@ -155,22 +200,42 @@ def read_texts(data: DataOptions, tokenizer: PreTrainedTokenizerBase, num_tokens
     Raises:
         InputError: The data cannot be read, or there is no text at all.
     """
-    part = DatasetPart(split=data.split, config=data.subset, columns=data.columns)
-    reader = RecordReader(tokenizer=tokenizer, prompts=True, vocab_size=max(tokenizer.get_vocab().values()) + 1)
-    documents = (doc for each in data.data for record in records(each, part) for doc in reader.documents(record))
+    reader, documents = _documents(data, tokenizer)
     texts: list[list[int]] = []
     left = num_tokens
-    for document in islice(documents, data.limit):
+    for document in documents:
         if left <= 0:
             break
         if len(document.tokens) > 1:
             texts.append(document.tokens[:left].tolist())
             left -= len(texts[-1])
+    _tell_taken(data, reader, empty=left == num_tokens)
+    return texts
+
+
+def _documents(data: DataOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[RecordReader, Iterator[Document]]:
+    """The documents that training would read, prompts without answers too, and their reader."""
+    Bounds(least=1).check("limit", data.limit)
+    part = DatasetPart(split=data.split, config=data.subset, columns=data.columns)
+    reader = RecordReader(tokenizer=tokenizer, prompts=True, vocab_size=max(tokenizer.get_vocab().values()) + 1)
+    documents = (doc for each in data.data for record in records(each, part) for doc in reader.documents(record))
+    return reader, islice(documents, data.limit)
+
+
+def _tell_taken(data: DataOptions, reader: RecordReader, *, empty: bool) -> None:
+    """Say on standard error what the data was taken for. Raises InputError if there was no text."""
     place = ", ".join(data.data)
-    if left == num_tokens:
+    if empty:
         raise InputError(f"{place} holds no text; give documents of the task that the draft model is for")
     print_line(f"{place}: {taken_for(reader.taken)}")
-    return texts
+
+
+def _tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a target. Raises InputError if it has none."""
+    tokenizer = open_tokenizer(source)
+    if tokenizer is None:
+        raise InputError(f"there is no tokenizer beside {source}, so no text can be read; put one into the folder")
+    return tokenizer
 
 
 def _opened(
@@ -184,9 +249,7 @@ def _opened(
     check_free(job.out)
     tell_loading()
     check(open_config(job.source))
-    tokenizer = open_tokenizer(job.source)
-    if tokenizer is None:
-        raise InputError(f"there is no tokenizer beside {job.source}, so no text can be read; put one into the folder")
+    tokenizer = _tokenizer(job.source)
     texts = read_texts(job.data, tokenizer, job.num_tokens)
     return open_model(job.source, device=job.device), tokenizer, texts
 

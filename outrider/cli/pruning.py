@@ -10,7 +10,7 @@ from outrider.cli.options import Json, with_options
 from outrider.core import progress
 from outrider.training.options import NOT_OF_PROMPTS, DataOptions
 
-app = App(help="Cut a draft model out of a target, or plan which shape would pay.")
+app = App(help="Cut a draft model out of a target, plan which shape would pay, or count the tokens of a text.")
 
 Target = Annotated[
     str | None,
@@ -66,6 +66,24 @@ def shape(
 
     job = PruneOptions(target=target, device=device, data=texts, out=out, num_tokens=num_tokens, as_json=as_json)
     prune_shape(job, layers=layers, width=width, heads=heads, feed_forward=feed_forward)
+
+
+@app.command()
+@with_options(without=NOT_OF_PROMPTS)
+def tokens(
+    texts: DataOptions,
+    out: Annotated[Path, typer.Option(help="New file of JSON for the ids and their counts.")],
+    target: Target = None,
+    as_json: Json = False,
+) -> None:
+    """Count the target's tokens in a text, for a draft model that proposes the most frequent ones alone (token_map).
+
+    Of a prompt with its answer, the answer is counted.
+    """
+    with progress.importing():
+        from outrider.cli.prune import count_tokens
+
+    count_tokens(target, texts, out, as_json)
 
 
 @app.command()

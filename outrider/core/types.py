@@ -325,6 +325,7 @@ class Draft:
             drawn, or where there are none. A chosen child is a point mass. In a `union`, only the first child was drawn
             from the row, and all others were chosen.
         structure: How the children were drawn.
+        chances: How likely each node seems to the drafter if its parent is accepted; None where nobody asks.
     """
 
     tokens: Int[Tensor, " nodes"]
@@ -338,6 +339,7 @@ class Draft:
     row_of: Int[np.ndarray, " nodes"]
     structure: Structure
     short_list: ShortList | None = None
+    chances: Float[np.ndarray, " nodes"] | None = None
 
     @property
     def num_requests(self) -> int:
@@ -408,8 +410,9 @@ class Step:
         timing: The iteration's shared clock.
         num_requests: Number of requests in the iteration.
         room: Longest draft that the step had room for; the drafter may have found fewer tokens, or none.
+        depth: Depth of the draft: of a chain its length.
         promised: The probability that the drafter promised of each draft token, if all before it are accepted; none
-            where it promises nothing.
+            where it promises nothing. Of a tree, at each node that was reached, that one of its children is accepted.
         logprobs: Log-softmax of the raw target logits at each emitted token, if asked for.
         top_logprobs: The same for the likeliest tokens at each position, by token id, if asked for.
         logits: The raw target logits that each emitted token was drawn from, in float32, if asked for.
@@ -423,6 +426,7 @@ class Step:
     num_requests: int
     bonus: bool = False
     room: int = 0
+    depth: int = 0
     promised: tuple[float, ...] = ()
     logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[Mapping[int, float], ...] | None = None

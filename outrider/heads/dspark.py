@@ -101,7 +101,7 @@ class BlockCorrection(Protocol):
             base: The trunk's logits of each guess.
             state: What was read before; `start` at the anchor.
             tokens: The token before each guess.
-            hidden: The trunk's output feature of the position that guesses; None on tables.
+            hidden: What `BlockHead.guess_features` returns of the position that guesses; None on tables.
 
         Returns:
             The logits of the guesses, and the new state.
@@ -359,7 +359,7 @@ class SparkState(BlockState):
     """One request's slot and block, and what the sequential head has read; changes in place.
 
     Attributes:
-        hidden: The trunk's output features of the positions that guess; None on tables.
+        hidden: What `BlockHead.guess_features` returns of the positions that guess; None on tables.
         read: For the root and each expanded node, the state of the sequential head behind it.
         survival: For each of these, how likely a token drawn there is accepted, with all before it; empty without a
             confidence head.
@@ -398,13 +398,16 @@ class DSparkDrafter(BlockDrafter[SparkState]):
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         first = 0 if self.from_anchor else 1
         extension = self.run_block(states, depths)
-        blocks = extension.logits.split(list(depths))
+        blocks, features = extension.logits.split(list(depths)), None
+        if extension.features is not None:
+            before = np.array([state.tokens[-2:][0] for state in states])
+            whole = extension.features.unflatten(0, (len(states), self.block_size))
+            features = cast(DSparkHead, cast(HeadLM, self.lm).running).guess_features(whole, before)
         for i, (state, block, depth) in enumerate(zip(states, blocks, depths, strict=True)):
             drafter_state = self.state_of(state)
             drafter_state.block, drafter_state.read, drafter_state.survival = block, {}, {}
-            if extension.features is not None:
-                begin = i * self.block_size + first
-                drafter_state.hidden = extension.features[begin : begin + depth]
+            if features is not None:
+                drafter_state.hidden = features[i, first : first + depth]
         anchors = torch.tensor([state.tokens[-1] for state in states])
         root = np.zeros(len(states), dtype=np.int64)
         logits, read = self._corrected(states, root, anchors, self._head.start(len(states)))

@@ -24,8 +24,10 @@ from outrider.learning.batch import Document
 from outrider.learning.divergences import CHUNK, HARD, divergence
 from outrider.learning.learner import Learner
 from outrider.learning.options import HeadOptions
+from outrider.lm.forwards.packed import keeps_bits
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.open import open_config, open_model, open_tokenizer
+from outrider.lm.slots.cache import free_bytes
 from outrider.setup import Setup
 from outrider.training.data.batches import Batches, HasStates
 from outrider.training.data.capture import capture
@@ -41,6 +43,7 @@ from outrider.training.estimate import (
     Work,
     estimate,
     head_estimate,
+    num_parameters,
     operations_per_second,
     output_layer_advice,
     skeleton,
@@ -216,9 +219,13 @@ def _trained(plan: TrainPlan, task: TrainTask, device: torch.device, console: Co
     """The same, once the folder is held."""
     settings, tokenizer = settled(task.settings, device), open_tokenizer(task.target)
     learnt, watched = _documents(plan, task, tokenizer, console=console)
-    target = open_model(task.target, device=device).requires_grad_(False)
+    target = open_model(task.target, device=device)
+    kept, computed = target.dtype, computing_dtype(target.dtype, task, target, device)
+    if computed != kept:
+        console.print("the target computes in float32: this CPU has no products in bfloat16", style="cyan")
+        target = target.to(computed)
     context = HeadContext(
-        target=target,
+        target=target.requires_grad_(False),
         tokenizer=tokenizer,
         documents=learnt,
         depth=task.watch.depth,
@@ -226,6 +233,7 @@ def _trained(plan: TrainPlan, task: TrainTask, device: torch.device, console: Co
         max_length=settings.max_length,
         seed=settings.seed,
         device=device,
+        dtype=kept,
     )
     learner = plan.learner(context)
     if task.data.pack:
@@ -258,6 +266,17 @@ def _trained(plan: TrainPlan, task: TrainTask, device: torch.device, console: Co
         done = train(learner, batches, settings, task.out, watch, show, about=about)
     findings = learner.findings(done.out, watch.batches()) if processes.is_first() else {}
     return _record(task, done) | dict(findings) if processes.is_first() else {}
+
+
+def computing_dtype(own: torch.dtype, task: TrainTask, target: PreTrainedModel, device: torch.device) -> torch.dtype:
+    """What the target of a training computes in: float32 for one in bfloat16 on a CPU that has no products in bfloat16,
+    if its weights then take less than half of the free memory. Captured states keep the target's own dtype.
+    """
+    slow = device.type == "cpu" and own == torch.bfloat16 and not keeps_bits(device, own)
+    if not slow or task.data.capture or task.data.states:
+        return own
+    free = free_bytes(device)
+    return torch.float32 if free is not None and 8 * num_parameters(target) < free else own
 
 
 def _decode(
@@ -302,8 +321,9 @@ def _estimated(plan: TrainPlan, task: TrainTask, settings: TrainSettings, device
         num_shards=processes.num_shards(),
     )
     config = open_config(task.target)
-    target_bytes = (config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32).itemsize
+    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     target, advice = skeleton(config).eval(), None
+    target_bytes = computing_dtype(own, task, target, device).itemsize
     if task.drafter is None:
         # A head that is on disk is read as it is.
         with nullcontext() if plan.about.get("init_from") else torch.device("meta"):

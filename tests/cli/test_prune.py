@@ -1,13 +1,15 @@
 """`outrider prune` writes draft models that load, and answers wrong input in a sentence, with nothing half-written."""
 
 import json
+import re
+from collections import Counter
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outrider
-from outrider.embedded import EMBEDDED_TARGET
+from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.surgery.checkpoint import RECORD
 from recipes.tiny import tiny_config, tiny_model
 from tests.cli.runs import done, refused, run
@@ -101,6 +103,61 @@ def test_sizes_that_cannot_be_cut_are_refused_before_text_and_weights_are_read(m
     assert (status, "so its width must stay" in err.replace("\n", " ")) == (2, True), err
 
 
+def counted(monkeypatch, capsys, folder, *records: dict[str, object]) -> tuple[dict[str, object], dict[int, int]]:
+    """What `prune tokens --json` prints of some records, and the counts that it writes."""
+    (folder / "data.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    out = folder / "new" / "counts.json"
+    printed = done(
+        monkeypatch, capsys, *("prune", "tokens", "--data", str(folder / "data.jsonl"), "--out", str(out), "--json")
+    )
+    assert [each.name for each in out.parent.iterdir()] == ["counts.json"]
+    return json.loads(printed), {int(id): count for id, count in json.loads(out.read_text()).items()}
+
+
+def test_tokens_are_counted_in_texts_prompts_and_answers_alone(monkeypatch, capsys, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_TARGET)
+    fox, dog, cat = "the fox and the fox", "the dog", " a cat"
+    report, counts = counted(
+        monkeypatch, capsys, tmp_path, {"text": fox}, {"prompt": dog}, {"prompt": "who sees it?", "response": cat}
+    )
+    wanted = Counter(tokenizer(fox)["input_ids"]) + Counter(tokenizer(dog)["input_ids"])
+    wanted += Counter(tokenizer(cat, add_special_tokens=False)["input_ids"])
+    wanted[tokenizer.eos_token_id] += 2
+    assert counts == wanted
+    assert list(counts.values()) == sorted(counts.values(), reverse=True)
+    assert (
+        report.items()
+        >= {"tokens": wanted.total(), "shares": {str(len(wanted)): 1.0}, "vocabulary": len(wanted)}.items()
+    )
+
+
+def test_the_list_of_the_printed_command_is_the_shortest_that_has_enough_of_the_text(monkeypatch, capsys, tmp_path):
+    tokens = [id for id in range(5000) for _ in range(3 if id < 4090 else 1)]
+    report, _ = counted(monkeypatch, capsys, tmp_path, {"tokens": tokens})
+    assert report["shares"] == {"4096": (3 * 4090 + 6) / (3 * 4090 + 910), "5000": 1.0}
+    assert report["vocabulary"] == 5000
+    (tmp_path / "new" / "counts.json").unlink()
+    report, _ = counted(monkeypatch, capsys, tmp_path, {"tokens": [*range(4090)] * 20 + [*range(4090, 5000)]})
+    assert report["vocabulary"] == 4096
+
+
+def test_the_printed_command_runs(text, monkeypatch, capsys, tmp_path):
+    out, prompt = tmp_path / "counts.json", ("--prompt", "Once upon a time", "--max-new-tokens", "8")
+    printed = done(monkeypatch, capsys, "prune", "tokens", "--data", str(text), "--out", str(out))
+    spec = re.search(r"--drafter (\S+),", printed)[1].replace("DRAFT", str(EMBEDDED_DRAFT))
+    given = ("--length", "fixed:2", "--temperature", "0", *prompt)
+    assert done(monkeypatch, capsys, "generate", "--drafter", spec, *given) == done(
+        monkeypatch, capsys, "generate", "--drafter", "none", *given[2:]
+    )
+
+
+def test_a_file_that_is_taken_is_not_touched(text, monkeypatch, capsys):
+    before = text.read_bytes()
+    err = refused(monkeypatch, capsys, "prune", "tokens", "--data", str(text), "--out", str(text))
+    assert "exists already; give a new file with --out" in err
+    assert text.read_bytes() == before
+
+
 def test_a_plan_has_a_row_for_each_depth(monkeypatch, capsys):
     printed = done(
         monkeypatch, capsys, "prune", "plan", "--layers", "1,4", "--rounds", "2", "--context", "16", "--json"
@@ -118,6 +175,9 @@ def test_a_plan_has_a_row_for_each_depth(monkeypatch, capsys):
         (["shape", "--layers", "13"], "layers must be in 1..12, what the target has, got 13"),
         (["shape", "--layers", "2", "--target", "/no/such"], "there is no directory /no/such"),
         (["shape", "--layers", "2", "--data", "/no/such.txt"], "there is no file or folder /no/such.txt"),
+        (["shape", "--layers", "2", "--limit", "0"], "limit must be >= 1, got 0"),
+        (["tokens", "--target", "/no/such"], "there is no directory /no/such"),
+        (["tokens", "--data", "/no/such.txt"], "there is no file or folder /no/such.txt"),
     ],
 )
 def test_wrong_input_is_a_sentence_and_writes_nothing(arguments, sentence, text, monkeypatch, capsys, tmp_path):

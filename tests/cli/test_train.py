@@ -15,8 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import outrider
 from outrider import catalog
 from outrider.drafters.steering import read_steering
+from outrider.heads.objective import HeadObjective
+from outrider.learning.batch import TrainBatch
 from outrider.learning.options import SIZE
 from outrider.lm.hf.checkpoint import read_config
+from outrider.training import task
 from outrider.training.loop.journal import read
 from tests.cli.runs import done, refused, run
 from tests.world.heads import HEADS, TRAINED
@@ -79,6 +82,28 @@ def test_one_command_trains_a_head(monkeypatch, capsys, tmp_path, alone, kind) -
     assert record["after"]["block_efficiency"] >= 1
     assert catalog.name_of(catalog.make("drafter", place)) == kind
     assert_drafts(tmp_path / "target", place, record.get("tree", "chain"))
+
+
+@pytest.mark.parametrize("has_products", [True, False])
+def test_a_target_in_bfloat16_computes_in_float32_where_there_are_no_products_in_bfloat16(
+    monkeypatch, capsys, tmp_path, alone, has_products
+) -> None:
+    tiny("llama").bfloat16().save_pretrained(tmp_path / "target")
+    monkeypatch.setattr(task, "keeps_bits", lambda device, dtype: has_products)
+    read, seen = HeadObjective.with_states, set[torch.dtype]()
+
+    def watched(objective: HeadObjective, batch: TrainBatch) -> TrainBatch:
+        found = read(objective, batch)
+        seen.update(states.dtype for states in found.hidden.values())
+        return found
+
+    monkeypatch.setattr(HeadObjective, "with_states", watched)
+    status, _, err = run(monkeypatch, capsys, "train", "eagle3", *alone, *FEW)
+    assert status == 0, err
+    assert seen == {torch.bfloat16 if has_products else torch.float32}
+    assert ("the target computes in float32: this CPU has no products in bfloat16" in err) == (not has_products)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in written.values() if tensor.is_floating_point()} == {torch.bfloat16}
 
 
 # That every head can be trained further is tested where the heads are.

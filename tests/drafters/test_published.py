@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -28,13 +27,14 @@ from outrider.heads.assistant import AssistantDrafter
 from outrider.heads.mtp import MtpDrafter, MtpLayersDrafter, MtpPath
 from outrider.heads.trunks.blocks import BlockDrafter
 from outrider.lm.hf.assistant import open_assistant
-from outrider.lm.hf.mtp import SINCE, behind_pattern, load_mtp
+from outrider.lm.hf.mtp import behind_pattern, load_mtp
 from outrider.lm.hf.open import open_model
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
 from recipes.published_pairs import BESIDE, Size, gemma4, mtp_target, muse_glimmer
 from tests.world.models import llama
 from tests.world.parts import parts_of
+from tests.world.published import needs_mtp
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
@@ -109,8 +109,7 @@ MTP = [("glm4_moe", 1), ("glm4_moe", 3), ("deepseek_v3", 1), ("mellum", 1)]
 
 @pytest.fixture(scope="module")
 def mtp_targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
-    if Version(transformers.__version__) < SINCE:
-        pytest.skip(f"transformers {SINCE} or later runs multi-token-prediction layers")
+    needs_mtp()
     made: dict[tuple[str, int], Path] = {}
 
     def target(family: str, layers: int) -> Path:

@@ -32,9 +32,11 @@ from tests.world.block_checkpoints import (
     LAYER_CONFIG,
     MASK,
     authors,
+    block_logits,
     checkpoints,
     guess_logits,
     markov,
+    refinement,
     speculators,
     trunk,
 )
@@ -147,6 +149,30 @@ def test_a_checkpoint_of_each_layout_guesses_what_a_naive_reference_guesses(tmp_
         difference = float((row - expected)[row.isfinite()].abs().max())
         # Rotary frequencies are made in float32.
         assert difference < 1e-6, (text, drafted, difference)
+
+
+def test_passes_over_a_whole_block_settle_on_the_tokens_that_xpress_drafts_one_by_one(tmp_path):
+    checkpoint, model = checkpoints(VOCAB)["xpress"], tiny("llama")
+    lm, changed = LanguageModel(model, max_slots=3), 0
+    busy = engine(bound(checkpoint.save(tmp_path / "xpress"), lm), lm)
+    busy.generate([[5, 9, 3, 8], [7, 4, 4]], max_new_tokens=8, sampling=GREEDY)
+    guesses = busy.parts.drafter.guesses
+    ends = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
+    for text in {text for text, _ in guesses}:
+        with torch.no_grad():
+            seen = model(torch.tensor([text[:-1]]), use_cache=False, output_hidden_states=True).hidden_states
+        hidden, base = block_logits(checkpoint, tuple(each[0] for each in seen), text[-1], *ends)
+        draft = first = base[1:].argmax(-1).tolist()
+        for _ in range(BLOCK - 1):
+            before = (*text[-2:], *draft)
+            rows = [base[k] + refinement(checkpoint.tensors, hidden, before[: k + 1]) for k in range(1, BLOCK)]
+            draft = [int(row.argmax()) for row in rows]
+        drafted: tuple[int, ...] = ()
+        while (text, drafted) in guesses:
+            drafted = (*drafted, int(guesses[text, drafted].argmax()))
+        assert drafted == tuple(draft[: len(drafted)])
+        changed += draft[: len(drafted)] != first[: len(drafted)]
+    assert changed
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -334,6 +360,16 @@ WRONG = {
         "is no dflash head: its config names 'mamba'; give its path alone",
     ),
     "domino": (speculators("dflash", VOCAB, projector_type="domino"), "the projector 'domino'"),
+    "xpress selector": (
+        speculators("xpress", VOCAB, xpress_selector=True),
+        "the convolutions or the selector of DFlash 2, which are not supported of xpress heads",
+    ),
+    "xpress trunk": (speculators("xpress", VOCAB, xpress_backbone="dflash2"), "the convolutions or the selector"),
+    "xpress width": (
+        speculators("xpress", VOCAB, xpress_rank=6, xpress_mlp_hidden=8),
+        "xpress_mlp_hidden in config.json",
+    ),
+    "xpress passes": (speculators("xpress", VOCAB, num_jacobi_passes="all"), "num_jacobi_passes in config.json"),
     "other": ({"architectures": ["LlamaForCausalLM"]}, "is no dflash head: its config names 'LlamaForCausalLM'"),
     "kind": (speculators("dspark", VOCAB, sample_from_anchor=True, markov_rank=0), "markov_rank must be >= 1"),
     "gru": (
@@ -362,7 +398,8 @@ WRONG = {
 def test_a_config_that_does_not_fit_gets_one_sentence(tmp_path, case):
     config, message = WRONG[case]
     tensors = trunk(4, VOCAB) if case == "width" else None
-    sentence = refused(tmp_path, config, tensors, drafter="dspark" if case in ("kind", "gru") else "dflash")
+    drafter = "dspark" if case in ("kind", "gru") else "xpress" if case.startswith("xpress") else "dflash"
+    sentence = refused(tmp_path, config, tensors, drafter=drafter)
     assert message in sentence
     assert "\n" not in sentence
 

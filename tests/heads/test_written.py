@@ -41,6 +41,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "eagle3": [{"fc_norm": True, "norm_output": True, "norm_before_residual": True}, {"draft_vocab": 7}],
     "jakiro": [{"mixture": "gate", "expert_size": 12}],
     "parallel": [{"form": "medusa", "layers": 2, "slots": 1}],
+    "xpress": [{"xpress_rank": 6, "xpress_mlp_ratio": 3}],
     "poss": [{"trunk": "eagle3", "stride": 2, "unrolled": 4}, {"bias": True}],
 }
 """Options of heads that change what is written."""

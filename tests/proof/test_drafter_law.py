@@ -84,8 +84,12 @@ def over_a_llama(
         ("dspark", "recursive", "gumbel:branching=2x1", 2),
         ("jetspec", "recursive", "iid:num_paths=2", 2),
         ("domino", "block", "chain", 2),
+        ("domino", "match", "dynamic:width=2,num_nodes=4", 2),
         ("dflash2", "recursive", "gumbel:branching=2x1", 2),
         ("dflash2, among few", "block", "chain", 2),
+        ("xpress", "block", "chain", 3),
+        ("xpress", "recursive", "gumbel:branching=2x1", 2),
+        ("xpress", "match", "dynamic:width=2,num_nodes=4", 2),
     ],
 )
 def test_whole_runs_over_a_real_model_keep_the_law(tmp_path, kind, rule, tree, depth):

@@ -18,6 +18,7 @@ from outrider.proof.runs import law_of_runs
 from recipes.published_pairs import Size, gemma4, mtp_target
 from tests.proof.test_head_law import CELLS, request, rows, small
 from tests.proof.tiny_runs import BOUND, SLOTS, assert_lossless, engine, pair, walk
+from tests.world.published import needs_mtp
 from tests.world.tables import tables
 from tests.world.verifiers import verifier
 
@@ -50,6 +51,7 @@ def over(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, str], 
     def place(kind: str) -> tuple[object, Callable[[TargetInfo], Drafter]]:
         folder = tmp_path_factory.mktemp("published")
         if kind.startswith("mtp"):
+            needs_mtp()
             target = mtp_target("glm4_moe", SIZE, folder, num_mtp_layers=2 if "layers" in kind else 1)
             return target, MtpPath().bind
         target, own = gemma4(SIZE, folder)

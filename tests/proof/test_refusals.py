@@ -181,7 +181,7 @@ def test_load_says_which_trees_a_drafter_that_copies_grows(drafter):
     with pytest.raises(InputError, match="'dynamic' or 'opt'"):
         outrider.load(drafter=drafter, tree="gumbel")
     with pytest.raises(InputError, match="use length 'fixed'"):
-        outrider.load(drafter=drafter, tree="dynamic", length="goodput")
+        outrider.load(drafter=drafter, tree="opt", length="goodput")
     with pytest.raises(InputError, match="use verifier 'match' or 'coupled'"):
         outrider.load(drafter=drafter, tree="dynamic", verifier="traversal")
 

@@ -1,7 +1,5 @@
 """A smaller shape keeps the parts that matter, loads in plain transformers, and keeps logits where nothing is cut."""
 
-import resource
-import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from outrider.surgery.shape import ModelShape, shape_of, smaller_shape
 from recipes.tiny import tiny_config, tiny_model
 from tests.surgery.mixtures import gap, logits, some_texts
 from tests.world.forked import printed
+from tests.world.full_disk import small_files
 
 KINDS = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
 
@@ -172,15 +171,13 @@ def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path):
 def filling() -> None:
     """Write a model where files cannot be as large, as on a full disk."""
     model = model_of("llama")
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     try:
-        write(model, None, Path("new/out"), {})
+        with small_files(20_000):
+            write(model, None, Path("new/out"), {})
     except InputError as error:
         print(error)
 
 
-@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="the system cannot limit the size of files")
 def test_a_disk_that_takes_no_more_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, out, err = printed(filling)

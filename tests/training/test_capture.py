@@ -1,9 +1,7 @@
 """Captured states are those of the model itself, in memory as on disk, and only of the target and corpus they name."""
 
 import json
-import resource
 import shutil
-import signal
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +22,7 @@ from outrider.training.data.batches import Batches
 from outrider.training.data.capture import CaptureMode, capture
 from outrider.training.data.shards import MANIFEST, Captured, Contents
 from tests.world.forked import printed, telling
+from tests.world.full_disk import small_files
 from tests.world.zoo import VOCAB, tiny
 
 SMALL = CaptureMode(tokens_at_once=40, shard_bytes=20_000)
@@ -172,10 +171,9 @@ def test_shards_that_number_taps_otherwise_are_refused(tmp_path: Path) -> None:
 
 def filling(out: Path) -> None:
     """Capture states where a limit on the size of files lets writes fail in the middle, as on a full disk."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
     long = [Document(tokens=np.full(90, 5), start=1)]
-    capture(tiny("llama"), corpus(4) + 3 * long, Contents(taps=(0, 1, 2)), out=out, way=SMALL)
+    with small_files(60_000):
+        capture(tiny("llama"), corpus(4) + 3 * long, Contents(taps=(0, 1, 2)), out=out, way=SMALL)
 
 
 def test_a_disk_that_fills_up_gives_a_sentence_and_leaves_no_half_shard(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from outrider.training.loop.steps import FOLDER, train
 from tests.training import runner
 from tests.training.learners import Bigram, batches
 from tests.world.forked import rank_environments, started, statuses, telling
+from tests.world.full_disk import small_files
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS, SAVE_EVERY = 400, 3
@@ -125,15 +125,8 @@ def test_rows_must_be_dealt_evenly_to_processes(tmp_path: Path) -> None:
 
 def limited(path: Path, size: int, state: dict) -> str:
     """What is said when a checkpoint does not fit into the largest file that the process may write."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        with pytest.raises(InputError) as raised:
-            checkpoint.save(path, 2, state)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
+    with small_files(size), pytest.raises(InputError) as raised:
+        checkpoint.save(path, 2, state)
     return str(raised.value)
 
 

@@ -127,6 +127,32 @@ def markov(kind: str, vocab: int, outputs: int) -> dict[str, Tensor]:
     return drawn(shapes, seed=7)
 
 
+REFINER = {
+    "token_embed.weight": "w1.weight",
+    "down_h.weight": "down_h.weight",
+    "down_g.weight": "down_g.weight",
+    "in_proj.weight": "in_proj.weight",
+    "mix_l": "mix.L",
+    "mlp_gate.weight": "mlp.gate_proj.weight",
+    "mlp_up.weight": "mlp.up_proj.weight",
+    "mlp_down.weight": "mlp.down_proj.weight",
+    "readout.weight": "w2.weight",
+}
+"""The tensors of XPress's refiner in `speculators`, and in its authors' files."""
+
+
+def refiner(vocab: int, outputs: int, *, published: bool = False) -> dict[str, Tensor]:
+    """The tensors of XPress's refiner; those above the diagonal of its mixer count for nothing."""
+    names = [f"xpress_head.{name}" for name in REFINER.values()]
+    if not published:
+        names = [f"refiner_head.{name}" for name in REFINER]
+    inner = 2 * RANK
+    shapes = [(vocab, RANK), (RANK, HIDDEN), (RANK, HIDDEN), (RANK, 3 * RANK), (RANK, BLOCK, BLOCK)]
+    shapes += [(inner, RANK), (inner, RANK), (RANK, inner), (outputs, RANK)]
+    # Its feed-forward is a product, so that large weights magnify rounding.
+    return {name: tensor / 2 for name, tensor in drawn(dict(zip(names, shapes, strict=True)), seed=17).items()}
+
+
 def speculators(kind: str, vocab: int, **more: Any) -> dict[str, Any]:
     """A config in the layout of `speculators`."""
     drafted = BLOCK if more.get("sample_from_anchor") else BLOCK - 1
@@ -315,6 +341,24 @@ def checkpoints(vocab: int) -> dict[str, Checkpoint]:
         taps=(1, 2),
         windows=[5] * LAYERS,
     )
+    sizes = {"xpress_rank": RANK, "xpress_mlp_ratio": 2, "num_jacobi_passes": 3}
+    checkpoints_by_name["xpress"] = Checkpoint(
+        config=speculators("xpress", vocab, sample_from_anchor=False, **sizes),
+        tensors={**trunk(2, vocab), **refiner(vocab, vocab)},
+        taps=(2, 1),
+    )
+    checkpoints_by_name["xpress-anchor"] = Checkpoint(
+        config=speculators("xpress", vocab, sample_from_anchor=True, draft_vocab_size=vocab // 2, **sizes),
+        tensors={**trunk(2, vocab, separate=True), **refiner(vocab, vocab // 2)},
+        taps=(2, 1),
+        from_anchor=True,
+    )
+    sizes = {"xpress_rank": RANK, "xpress_mlp_hidden": 2 * RANK, "xpress_num_passes": 5, "xpress_block_size": BLOCK}
+    checkpoints_by_name["xpress-uiuc"] = Checkpoint(
+        config=authors("Qwen3XPressModel", vocab, inner, num_target_layers=3, **sizes),
+        tensors={**trunk(2, vocab), **refiner(vocab, vocab, published=True)},
+        taps=(1, 2),
+    )
     for kind in ("vanilla", "gated", "rnn"):
         separate = kind == "gated"
         checkpoints_by_name[f"dspark-{kind}"] = Checkpoint(
@@ -452,6 +496,8 @@ def guess_logits(
         return logits[first + depth] + domino_correction(
             checkpoint, (text[-1], *drafted), hidden[first + depth], embedding
         )
+    if any("down_g" in name for name in w):
+        return logits[first + depth] + refinement(w, hidden, (*text[-2:], *drafted)[1 - first :])
     if "candidate_selector.predecessor_codebook" in w:
         base, before = logits[first + depth], (text[-1], *drafted)[-1]
         chosen = base.topk(TOP).indices
@@ -491,3 +537,25 @@ def domino_correction(
         state = layer(embedding[torch.tensor(tokens)])[0][-1]
     inner = w["embed_proj.0.weight"] @ torch.cat([hidden, state])
     return w["embed_proj.2.weight"] @ (inner * inner.sigmoid())
+
+
+def refinement(
+    w: dict[str, Tensor], hidden: Float[Tensor, "block hidden"], before: tuple[int, ...]
+) -> Float[Tensor, " vocab"]:
+    """What XPress adds to the logits of the last of some positions from the first of a block on.
+
+    Args:
+        before: The token before the one that each of these positions stands for, or guesses.
+    """
+    at = {own: next(t for n, t in w.items() if n.partition(".")[2] in (own, name)) for own, name in REFINER.items()}
+    mean, inputs = hidden.mean(0), []
+    for k, token in enumerate(before):
+        parts = [at["down_h.weight"] @ hidden[k], at["down_g.weight"] @ mean, at["token_embed.weight"][token]]
+        inputs.append(at["in_proj.weight"] @ torch.cat(parts))
+    last, mixed = len(before) - 1, inputs[-1].clone()
+    for j, each in enumerate(inputs):
+        for channel in range(RANK):
+            mixed[channel] += at["mix_l"][channel, last, j] * each[channel]
+    gate = at["mlp_gate.weight"] @ mixed
+    mixed = mixed + at["mlp_down.weight"] @ (gate * gate.sigmoid() * (at["mlp_up.weight"] @ mixed))
+    return at["readout.weight"] @ mixed

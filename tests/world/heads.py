@@ -7,10 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import pytest
 import torch
-import transformers
-from packaging.version import Version
 from torch import nn
 from transformers import LlamaConfig
 from transformers.modeling_layers import MtpModel
@@ -24,12 +21,11 @@ from outrider.heads.trunks.blocks import BlockDrafter
 from outrider.heads.trunks.features import OwnFeatures
 from outrider.lm.forwards.compilable import KINDS, ForwardKind
 from outrider.lm.head import HeadLM
-from outrider.lm.hf.mtp import SINCE
 from outrider.lm.target_info import TargetInfo
 from tests.world.block_checkpoints import checkpoints
 from tests.world.learners import head_learner, moved
 from tests.world.own_heads import blockwise, parallel
-from tests.world.published import eagle, eagle3, hydra, medusa_of_vllm, mlp_speculator
+from tests.world.published import eagle, eagle3, hydra, medusa_of_vllm, mlp_speculator, needs_mtp
 from tests.world.published_eagle_variants import griffin, jakiro, poss
 from tests.world.zoo import scrambled
 
@@ -108,8 +104,7 @@ def write_head(kind: str, folder: Path, around: TargetInfo) -> None:
 
 def _mtp(around: TargetInfo, count: int) -> MtpModel:
     """Multi-token-prediction layers with random weights for a target that was published without any."""
-    if Version(transformers.__version__) < SINCE:
-        pytest.skip(f"transformers {SINCE} or later runs such layers")
+    needs_mtp()
     target = around.mtp.__self__.model
     target.config.num_mtp_layers = count
     found = MtpModel(target, count)

@@ -5,13 +5,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import save_file
 from torch import Tensor
 
+from outrider.lm.hf.mtp import SINCE
 from outrider.lm.target_info import TargetInfo
 
 Tensors = dict[str, Tensor]
+
+
+def needs_mtp() -> None:
+    """Skip a test of multi-token-prediction layers where transformers is too old to run them."""
+    if Version(transformers.__version__) < SINCE:
+        pytest.skip(f"transformers {SINCE} or later runs multi-token-prediction layers")
 
 
 def drawn(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> Tensors:

@@ -513,13 +513,24 @@ class BlockHead(Head):
         table = _table(self.embedding_and_head)
         return self.embedding_and_head.head(hidden if table is None else hidden.to(table.device, table.dtype))
 
+    def guess_features(
+        self, hidden: Float[Tensor, "*batch block hidden"], before: Int[np.ndarray, "*batch"]
+    ) -> Float[Tensor, "*batch block features"]:
+        """What guesses are corrected by at each position of blocks: the output features, and what else a head needs.
+
+        Args:
+            hidden: Output features of all positions.
+            before: The token before each anchor, on the host; the anchor itself at the start of a text.
+        """
+        return hidden
+
     def states_given_previous(
-        self, hidden: Float[Tensor, "*batch depth hidden"], before: Int[Tensor, "*batch depth"]
+        self, hidden: Float[Tensor, "*batch depth features"], before: Int[Tensor, "*batch depth"]
     ) -> Float[Tensor, "*batch depth inner"]:
         """What `logits_given_previous` reads, where the tokens before each guess are known: in training.
 
         Args:
-            hidden: Output features of the positions that guess, in order.
+            hidden: What `guess_features` returns of the positions that guess, in order.
             before: The token before each guessed one; the anchor first.
         """
         return hidden
@@ -980,7 +991,10 @@ class BlockObjective(HeadObjective):
         valid = anchors.real.numpy()[..., None] & inside & host.learnt[rows, before + 1]
         at = np.flatnonzero(valid)
         kept = at if len(at) else np.zeros(1, dtype=np.int64)
-        hidden = blocks(self.head, batch.tokens, context, on_device(anchors.places.numpy(), device))
+        places = anchors.places.numpy()
+        hidden = blocks(self.head, batch.tokens, context, on_device(places, device))
+        preceding = host.tokens[rows[..., 0], (places - 1).clip(min=0)]
+        hidden = self.head.guess_features(hidden, preceding)
         known = on_device(host.tokens[rows, before], device)
         inner = self.head.states_given_previous(hidden[:, :, config.first : config.first + depth], known)
         where = on_device(kept, device)

@@ -1,5 +1,6 @@
 """The processes of a run, as `accelerate launch` started them."""
 
+import functools
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, pa
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+from torch.export import register_dataclass
 
 from outrider.core.inputs import InputError
+from outrider.learning.learner import Loss
 
 DIVIDING = "to_sharded_hook"
 
@@ -58,11 +61,21 @@ def divide(accelerator: Accelerator) -> None:
             raise InputError("on CPUs weights are divided by FSDP2 alone; start with --fsdp_version 2")
         state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
     if accelerator.is_fsdp2:
+        _show_losses()
         plugin = state.fsdp_plugin
         if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
             plugin.auto_wrap_policy = None
         # Every process has made the whole learner already.
         plugin.cpu_ram_efficient_loading = False
+
+
+@functools.cache
+def _show_losses() -> None:
+    """Let FSDP2 see the tensors of a loss: it adds up gradients over processes behind those that it sees.
+
+    In torch 2.11 it does not look into dataclasses: each process would keep its own gradients, without a word.
+    """
+    register_dataclass(Loss)
 
 
 def load_whole() -> None:
