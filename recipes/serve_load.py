@@ -155,7 +155,7 @@ def slope(memory: Sequence[tuple[int, int]]) -> float | None:
 
     Example:
         >>> slope([(100 * i, 1_000_000 + 500 * i) for i in range(30)])
-        0.005
+        0.004975
     """
     last = memory[-1][0] if memory else 0
     points = np.array([point for point in memory if point[0] >= last / 3], dtype=np.float64).reshape(-1, 2)

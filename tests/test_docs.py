@@ -80,7 +80,7 @@ def test_what_examples_write_does_not_lie_at_the_root():
         for name in name
         if name
     }
-    assert "counts.json" in written
+    assert "texts.jsonl" in written
     assert [name for name in written if (ROOT / name).exists()] == []
 
 

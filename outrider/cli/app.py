@@ -50,8 +50,10 @@ def _refuse_options(error: Exception) -> None:
     if type(error).__name__ == "NoArgsIsHelpError":
         print(message(), file=sys.stderr)
         return
-    command = getattr(getattr(error, "ctx", None), "command_path", "outrider")
-    complain(InputError(f"{message().rstrip('.')}; `{command} --help` lists the options"))
+    context = getattr(error, "ctx", None)
+    command = getattr(context, "command_path", "outrider")
+    listed = "commands" if hasattr(getattr(context, "command", None), "commands") else "options"
+    complain(InputError(f"{message().rstrip('.')}; `{command} --help` lists the {listed}"))
 
 
 def _discard() -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from outrider.cli.forwards import heads, models
 from outrider.cli.opened import opened
 from outrider.cli.printed import print_json
+from outrider.core import progress
 from outrider.core.inputs import InputError
 from outrider.lengths.costs import CostTable
 from outrider.lengths.protocol import LoadPolicy
@@ -33,12 +34,13 @@ def prepare(setup: Setup, *, as_json: bool) -> None:
             console.print(f"{role}: not compiled, because {reason}", style="cyan")
             continue
         began = time.perf_counter()
-        with console.status(f"{role}: compiling its forward; a minute or more, once"):
+        with progress.shown(f"{role}: compiling its forward"):
             lm.prepare()
             if role == "target" and engine.parts.drafter.taps:
                 lm.prepare(engine.parts.drafter.taps)
         spent = time.perf_counter() - began
-        choice = choose(lm, forward=None, pad_to=setup.pad_to if role == "target" else 1, surely=True)
+        with progress.shown(f"{role}: timing its forwards"):
+            choice = choose(lm, forward=None, pad_to=setup.pad_to if role == "target" else 1, again=True)
         place = str(lm.package.folder)
         prepared.append(
             {
@@ -56,7 +58,7 @@ def prepare(setup: Setup, *, as_json: bool) -> None:
             console.print(f"{role}: {choice}")
     for head in heads(engine):
         began = time.perf_counter()
-        with console.status("head: compiling its forwards"):
+        with progress.shown("head: compiling its forwards"):
             head.prepare()
         spent, places = time.perf_counter() - began, [str(package.folder) for package in head.packages]
         prepared.append({"role": "head", "folders": places, "seconds": spent, "forward": head.forward})
@@ -64,7 +66,7 @@ def prepare(setup: Setup, *, as_json: bool) -> None:
             console.print(f"head: ready after {spent:.0f} s, in {', '.join(places)}", style="cyan")
     costs = None
     if isinstance(engine.parts.length, LoadPolicy):
-        with console.status("timing steps of target and drafter, for up to half a minute"):
+        with progress.shown("timing steps of target and drafter, for up to half a minute"):
             costs = measured(engine.parts, max_slots=engine.max_slots, thorough=True)
     if as_json:
         rows = None if costs is None else [asdict(row) for row in costs.rows]

@@ -48,7 +48,7 @@ def choose(
     pad_to: int | None,
     lasting: bool = True,
     taps: Sequence[int] = (),
-    surely: bool = False,
+    again: bool = False,
 ) -> ForwardChoice:
     """Let a model's forwards run in the fastest way that is at hand, or as they are told to.
 
@@ -64,7 +64,8 @@ def choose(
         pad_to: Fewest columns of a forward; None chooses.
         lasting: Whether the weights will stay as they are. Otherwise only forwards that read them each time are chosen.
         taps: The hidden states that forwards will return; compiled ones need a library that does.
-        surely: Whether to measure again what was measured while other processes took the cores.
+        again: Whether to measure what earlier processes have measured.
+            Otherwise that is done only where other processes took the cores then and do not now.
     """
     if together() > 1 and forward is None:
         # Processes that hold one target together would measure different times.
@@ -85,7 +86,7 @@ def choose(
         "pad_to": pad_to,
     }
     choice = _read(remembered.read("forward", key), candidates)
-    if choice is None or (choice.busy and (surely or not _crowded(BEGAN))):
+    if choice is None or again or (choice.busy and not _crowded(BEGAN)):
         before = CoreUsage.now()
         measured = _measured(lm, candidates, paddings)
         choice = replace(measured, busy=_crowded(before))

@@ -498,9 +498,6 @@ def why_not(model: PreTrainedModel, anatomy: Anatomy, forward: Forward) -> str |
         return f"forward=replayed is for GPUs, and {anatomy.name} is on {model.device}; leave out forward"
     if forward == "compiled" and model.device.type != "cpu":
         return f"forward=compiled is for CPUs, and {anatomy.name} is on {model.device}; choose forward=replayed"
-    if forward == "compiled" and Version(torch.__version__) < COMPILES:
-        here = torch.__version__
-        return f"forward=compiled needs torch {COMPILES} or later, and torch {here} is here; leave out forward"
     if forward in ("compiled", "replayed") and anatomy.flex:
         return (
             "flex_attention runs uncompiled here; load the model with attn_implementation='sdpa', or choose "
@@ -513,6 +510,9 @@ def why_not(model: PreTrainedModel, anatomy: Anatomy, forward: Forward) -> str |
             f"some weights of {anatomy.name} are quantised or offloaded, and only plain tensors can be {forward}; "
             "choose forward=eager"
         )
+    if forward == "compiled" and Version(torch.__version__) < COMPILES:
+        here = torch.__version__
+        return f"forward=compiled needs torch {COMPILES} or later, and torch {here} is here; choose another forward"
     if forward == "packed" and packable(model) and not any(plain(module) for module in model.modules()):
         return f"no linear layer of {anatomy.name} has a plain weight, so nothing can be packed; choose forward=eager"
     if forward == "packed" and not packable(model):

@@ -20,6 +20,7 @@ from outrider.host.cores import CoreUsage, crowded, shares
 from outrider.lengths.costs import CostTable, StepCost
 from outrider.lengths.experience import Experience
 from outrider.lengths.fixed import FixedLength
+from outrider.trees.chain import ChainTree
 from outrider.trees.protocol import Tree
 from outrider.verifiers.protocol import Verifier
 
@@ -288,6 +289,8 @@ def measure(
     before, context = CoreUsage.now(), min(CONTEXT, parts.target.max_context // 4)
     if min(context, longest) < 1:
         return None
+    # What trees cost is told by chains.
+    parts = replace(parts, tree=ChainTree())
     bench = StepProbe(parts, context)
     try:
         rounds = repeated(bench, _kinds(batches, longest, thorough), seconds, MANY_REPEATS if thorough else REPEATS)

@@ -31,6 +31,8 @@ def experience_of(parts: Parts, *, max_slots: int, probe: bool) -> Experience:
         probe: Whether to measure costs that are not kept.
     """
     key = key_of(parts)
+    if parts.tree.structure != "chain":
+        key = {**key, "tree": catalog.name_of(parts.tree)}
     return Experience.recalled(costs_of(parts, max_slots=max_slots, probe=probe), key)
 
 

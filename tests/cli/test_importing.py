@@ -35,6 +35,7 @@ COMMANDS = {
     "train eagle3": ("--target", "target", "--data", "data.jsonl", "--out", "out"),
     "train data": ("--target", "target", "--data", "data.jsonl", "--out", "out"),
     "train distill": ("--target", "target", "--drafter", "drafter", "--data", "data.jsonl", "--out", "out"),
+    "prune tokens": ("--target", "target", "--out", "out", "--data", "data.jsonl"),
     "prune shape": ("--target", "target", "--out", "out", "--data", "data.jsonl"),
     "learn": ("--target", "target", "--drafter", "model:path=drafter", "--from", "log.jsonl", "--out", "out"),
 }

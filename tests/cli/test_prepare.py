@@ -2,7 +2,11 @@
 
 import pytest
 
+from outrider.core import progress
+from outrider.lm.forwards.forward import ForwardChoice
+from outrider.lm.model import LanguageModel
 from tests.cli.test_cli import run
+from tests.world.compiling import needs_compiled_forwards
 from tests.world.recurrent_zoo import tiny_recurrent
 from tests.world.zoo import tiny
 
@@ -13,6 +17,7 @@ def test_only_compiled_forwards_are_prepared(monkeypatch, capsys):
     assert "prepare makes compiled forwards; leave out --forward eager" in err
 
 
+@needs_compiled_forwards
 @pytest.mark.parametrize(("name", "reason"), [("mamba2", "recurrent layers"), ("bloom", "bias")])
 def test_a_model_that_cannot_be_compiled_is_refused(name, reason, monkeypatch, capsys, tmp_path):
     made = tiny_recurrent(name) if name == "mamba2" else tiny(name)
@@ -28,9 +33,32 @@ def test_an_unknown_kind_of_forward_is_a_sentence(monkeypatch, capsys):
     assert "unknown forward 'compild'; did you mean 'compiled'? Available: eager, packed, compiled, replayed" in err
 
 
+@needs_compiled_forwards
 def test_a_cache_folder_that_cannot_be_written_is_a_sentence(monkeypatch, capsys):
     monkeypatch.setenv("OUTRIDER_CACHE", "/dev/null")
     status, out, err = run(monkeypatch, capsys, "prepare", "--drafter", "ngram")
     assert (status, out) == (2, "")
     assert "compiled forwards are kept in /dev/null/forwards" in err
     assert "which cannot be written" in err
+
+
+@needs_compiled_forwards
+def test_all_that_takes_long_is_said_meanwhile(monkeypatch, capsys):
+    said = []
+
+    def noting(result):
+        def call(*args, **named):
+            said.append(progress._display and progress._display.tasks[-1].what)
+            return result
+
+        return call
+
+    monkeypatch.setattr(LanguageModel, "prepare", noting(None))
+    monkeypatch.setattr("outrider.cli.prepare.choose", noting(ForwardChoice(forward="eager", pad_to=1)))
+    monkeypatch.setattr("outrider.cli.prepare.measured", noting(None))
+    status, _, _ = run(monkeypatch, capsys, "prepare")
+    assert status == 0
+    target, draft, steps = said[:2], said[2:4], said[4:]
+    assert target == ["target: compiling its forward", "target: timing its forwards"]
+    assert [what.partition(": ")[2] for what in draft] == [what.partition(": ")[2] for what in target]
+    assert steps == ["timing steps of target and drafter, for up to half a minute"]

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.cli.runs import refused, run, run_apart, start
+from tests.world.compiling import needs_compiled_forwards, with_kernels
 
 QUICK = ("--no-probe", "--length", "fixed:3")
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -105,9 +106,11 @@ def test_a_key_of_the_environment_guards_the_api_and_an_interrupt_ends_an_idle_s
         assert process.wait(timeout=30) == 0
 
 
-@pytest.mark.parametrize(("options", "told"), [((), True), (("--forward", "eager"), False)])
+@pytest.mark.parametrize(
+    ("options", "told"), [pytest.param((), True, marks=needs_compiled_forwards), (("--forward", "eager"), False)]
+)
 def test_forwards_that_could_be_compiled_are_named_unless_another_kind_is_asked_for(options, told, tmp_path):
-    with server(*options, OUTRIDER_CACHE=str(tmp_path)) as (process, url):
+    with server(*options, OUTRIDER_CACHE=with_kernels(tmp_path)) as (process, url):
         assert status_of(f"{url}/health") == 200
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 0

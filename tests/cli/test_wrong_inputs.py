@@ -146,6 +146,13 @@ prune shape --data digits.jsonl --out new --layers 1
 prune shape --data packed.jsonl.gz --out new --layers 1
 prune shape --data text.txt --out full --layers 1
 prune shape --data text.txt --out new --width 99999999999999999999999
+prune tokens --data text.txt --out full/a.txt
+prune tokens --data text.txt --out text.txt/counts.json
+prune tokens --data empty.txt --out new.json
+prune tokens --data digits.jsonl --out new.json
+prune tokens --data text.txt --out new.json --limit -1
+prune tokens --data text.txt --out new.json --target full
+prune tokens --data text.txt
 prune plan --layers 1,,2
 prune plan --alpha 2 --layers 1
 prune plan --parameters 0 --layers 1
@@ -252,3 +259,15 @@ def test_a_hundred_wrong_inputs_are_tried():
         " ".join(words[:2]) if words[0] in ("train", "prune") else words[0] for words in map(str.split, COMMANDS)
     }
     assert len(commands) >= 24
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (("generat",), "`outrider --help` lists the commands"),
+        (("train", "egale"), "`outrider train --help` lists the commands"),
+        (("generate", "--lenght", "5"), "`outrider generate --help` lists the options"),
+    ],
+)
+def test_a_wrong_word_names_the_help_that_has_the_right_one(monkeypatch, capsys, typed, says):
+    assert refused(monkeypatch, capsys, *typed).rstrip().endswith(says)

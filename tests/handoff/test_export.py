@@ -2,7 +2,6 @@
 
 import json
 import re
-import resource
 import shutil
 import sys
 import threading
@@ -38,6 +37,7 @@ from outrider.lm.target_info import TargetInfo
 from tests.cli.runs import done, run
 from tests.world.block_heads import block_head
 from tests.world.forced import forced_guesses
+from tests.world.full_disk import small_files
 from tests.world.gguf_files import write_gguf
 from tests.world.heads import CHECKPOINTS
 from tests.world.learners import head_learner, moved
@@ -211,6 +211,7 @@ def test_a_dry_run_of_a_draft_model_is_a_smaller_target(target, tmp_path):
         ("jakiro", "sglang", "eagle"),
         ("poss", "llama.cpp", "eagle3"),
         ("domino", "vllm", "dspark"),
+        ("xpress", "vllm", "dspark"),
         ("dflash2", "sglang", "dflash"),
         ("jetspec", "sglang", "dflash"),
         ("hydra", "vllm", "medusa"),
@@ -599,12 +600,6 @@ def test_a_head_of_another_target_and_a_folder_in_use_are_refused(target, heads,
 
 def test_a_full_disk_leaves_nothing(target, heads, tmp_path):
     source = heads("eagle3")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # Writes fail in the middle, as on a full disk.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-    try:
-        with pytest.raises(InputError, match="out cannot be written: "):
-            export(ordered("vllm", target, f"eagle3:path={source}", tmp_path / "out"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with small_files(20_000), pytest.raises(InputError, match="out cannot be written: "):
+        export(ordered("vllm", target, f"eagle3:path={source}", tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []

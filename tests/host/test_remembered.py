@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import socket
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -147,7 +148,7 @@ def test_the_machine_names_what_times_depend_on(monkeypatch: pytest.MonkeyPatch)
     own = remembered.machine()
     assert own == remembered.machine(torch.device("cpu"))
     assert own["threads"] == torch.get_num_threads()
-    assert own["versions"]["torch"] == torch.__version__
+    assert own["versions"]["torch"] == metadata.version("torch")
     assert json.loads(json.dumps(own)) == own
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     assert remembered.machine() != own

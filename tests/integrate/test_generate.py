@@ -223,6 +223,8 @@ def test_what_generate_ignores_is_ignored():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["static", "sliding_window", "offloaded"])
 def test_kinds_of_cache_that_a_checkpoint_names_change_nothing(kind):
+    if kind == "offloaded" and torch.version.cuda is not None and not torch.cuda.is_available():
+        pytest.skip("transformers itself has no such cache here: this torch is built for a GPU, and there is none")
     model = tiny("llama")
     plain = model.generate(**batch(9, 4), **GREEDY)
     model.generation_config.cache_implementation = kind

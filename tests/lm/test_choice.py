@@ -150,7 +150,7 @@ def test_where_torch_cannot_compile_all_forwards_none_is_compiled(monkeypatch) -
     lm = LanguageModel(llama(), max_slots=2)
     assert "forward=compiled needs torch 99 or later" in str(lm.why_not("compiled"))
     assert at_hand(lm) == ["eager"]
-    with pytest.raises(InputError, match="leave out forward"):
+    with pytest.raises(InputError, match="choose another forward"):
         LanguageModel(llama(), max_slots=2, forward="compiled")
 
 

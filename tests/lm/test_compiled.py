@@ -4,14 +4,14 @@ import json
 import sys
 
 from tests.lm import compiled_checks
-from tests.world.compiling import needs_compiled_forwards, needs_compiler
+from tests.world.compiling import needs_compiled_forwards, needs_compiler, with_kernels
 from tests.world.forked import printed
 
 
 @needs_compiler
 @needs_compiled_forwards
 def test_compiled_forwards_say_what_plain_ones_say_and_their_libraries_are_kept(tmp_path):
-    status, out, err = printed(compiled_checks.main, OUTRIDER_CACHE=str(tmp_path))
+    status, out, err = printed(compiled_checks.main, OUTRIDER_CACHE=with_kernels(tmp_path))
     assert status == 0, err[-3000:]
     found = json.loads(out.splitlines()[-1])
     for name in ("without taps", "with taps"):

@@ -3,14 +3,14 @@
 import json
 
 from tests.lm import compiled_block_checks
-from tests.world.compiling import needs_compiled_forwards, needs_compiler
+from tests.world.compiling import needs_compiled_forwards, needs_compiler, with_kernels
 from tests.world.forked import printed
 
 
 @needs_compiler
 @needs_compiled_forwards
 def test_compiled_forwards_compute_from_packed_weights_in_their_places(tmp_path) -> None:
-    status, out, err = printed(compiled_block_checks.main, OUTRIDER_CACHE=str(tmp_path))
+    status, out, err = printed(compiled_block_checks.main, OUTRIDER_CACHE=with_kernels(tmp_path))
     assert status == 0, err[-3000:]
     found = json.loads(out.splitlines()[-1])
     for dtype, tolerance in (("torch.float32", 1e-5), ("torch.bfloat16", 0.03)):

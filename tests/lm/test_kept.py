@@ -168,6 +168,6 @@ def test_a_choice_of_a_busy_machine_is_kept_until_the_machine_is_free(folder, mo
     assert found.busy == crowded
     assert ("other processes" in str(found)) == crowded
     choice.choose(
-        LanguageModel(llama(context=256).to(torch.bfloat16), max_slots=2), forward=None, pad_to=None, surely=True
+        LanguageModel(llama(context=256).to(torch.bfloat16), max_slots=2), forward=None, pad_to=None, again=True
     )
-    assert bool(tries) == crowded
+    assert tries

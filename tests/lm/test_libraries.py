@@ -3,13 +3,11 @@
 import ast
 import importlib
 import os
-import resource
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from outrider.lm.forwards import libraries
 from outrider.lm.forwards.libraries import KEY, LIBRARY, Library, delete_unused
 from outrider.lm.model import LanguageModel
 from tests.world.compiling import needs_compiler
+from tests.world.full_disk import small_files
 from tests.world.models import llama
 
 DAY = 86400
@@ -227,21 +226,10 @@ def test_a_cache_that_is_no_folder_is_a_sentence(tmp_path, monkeypatch, place):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@contextmanager
-def small_files() -> Iterator[None]:
-    """Within this context no file can grow beyond 1000 bytes, what pytest itself writes to a file included."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_what_cannot_be_written_while_compiling_is_a_sentence_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     message = r"the forward of layer cannot be compiled ahead of time: .*File too large"
-    with small_files(), pytest.raises(InputError, match=message):
+    with small_files(1000), pytest.raises(InputError, match=message):
         layer().make()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     assert [path.name for path in layer().folder.parent.iterdir()] == []

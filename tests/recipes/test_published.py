@@ -6,9 +6,11 @@ import pytest
 
 from recipes import published
 from recipes.published_pairs import Size
+from tests.world.published import needs_mtp
 
 
 def test_both_libraries_say_the_same_with_every_pair(tmp_path):
+    needs_mtp()
     found = published.main(tmp_path, 32, 2, Size().vocab, rounds=1, max_new_tokens=12, threads=1)
     assert list(found) == [
         "gemma4, assistant",

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 MARK = "made.txt"
@@ -79,15 +80,20 @@ class EnvironmentFolder:
 
 
 def reason(output: str) -> str:
-    """The line of an output that tells an error, the last one if there are several.
+    """The last line of an output that tells an error; where none does, the last one before its help.
 
     Example:
         >>> reason("Collecting vllm\\nERROR: No matching distribution found for vllm\\n\\n")
         'No matching distribution found for vllm'
+        >>> reason("unknown type\\nusage: server [options]\\n-o, --output FNAME")
+        'unknown type'
+        >>> reason("warning: old\\nusage: server [-o OUTPUT]\\nserver: error: unknown type")
+        'server: error: unknown type'
     """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     telling = [line for line in lines if line.lower().startswith(("error", "fatal")) or "error:" in line.lower()]
-    last = (telling or lines or ["nothing"])[-1]
+    before_help = list(takewhile(lambda line: not line.lower().startswith("usage:"), lines))
+    last = (telling or before_help or lines or ["nothing"])[-1]
     return last.removeprefix("ERROR: ")[:300]
 
 

@@ -53,18 +53,24 @@ class ServerDriver(Driver):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port: int = free.getsockname()[1]
-        command = [str(self.server), "-m", options.target, "-t", str(options.threads), "--port", str(self._port)]
-        command += ["-np", str(options.batch), "-c", str(options.batch * options.context), "--cache-ram", "0"]
+        command = [str(self.server), "-m", os.path.abspath(options.target), "-t", str(options.threads)]
+        command += ["--port", str(self._port), "-np", str(options.batch), "--cache-ram", "0"]
+        command += ["-c", str(options.batch * options.context)]
         flags = self.flags[options.mode]
-        named = (flag.format(draft=options.draft, draft_tokens=options.draft_tokens) for flag in flags)
+        draft = os.path.abspath(options.draft)
+        named = (flag.format(draft=draft, draft_tokens=options.draft_tokens) for flag in flags)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (`stop` closes it)
-        self._process = subprocess.Popen([*command, *named], stdout=self._log, stderr=subprocess.STDOUT)
+        # Some servers write a log where they are started.
+        self._place = tempfile.TemporaryDirectory()
+        self._process = subprocess.Popen(
+            [*command, *named], cwd=self._place.name, stdout=self._log, stderr=subprocess.STDOUT
+        )
         self._sums, self._counting = Counter[str](), not options.mode.startswith("plain")
         while not self._healthy():
             if self._process.poll() is not None:
                 self._log.seek(0)
                 words = self._log.read().decode(errors="replace")
-                self._log.close()
+                self._close()
                 raise RuntimeError(f"the server ended with exit status {self._process.returncode}: {reason(words)}")
             time.sleep(0.05)
 
@@ -92,7 +98,12 @@ class ServerDriver(Driver):
         """End the server."""
         self._process.terminate()
         self._process.wait()
+        self._close()
+
+    def _close(self) -> None:
+        """Drop what it wrote."""
         self._log.close()
+        self._place.cleanup()
 
     def body(self, asked: DriverRequest, i: int) -> dict[str, Any]:
         """What the server is asked for the i-th prompt: drawn from all tokens, from a cold cache."""

@@ -84,7 +84,8 @@ def ways_of(engine: Engine, generation: Generation, *, alone: bool) -> list[Way]
         alone: Whether one prompt runs after the other.
     """
     target: Any = engine.parts.target
-    plain = engine.plain()
+    # Turns of a conversation, and prompts that begin alike, are read as little anew as with drafts.
+    plain = engine.plain(keep_warm=True)
     ways: list[Way] = [EngineWay(name=SPECULATIVE, engine=engine, generation=generation)]
     for columns in sorted({1, target.pad_to}):
         name = PLAIN if columns == 1 else f"{PLAIN}, {columns} columns"

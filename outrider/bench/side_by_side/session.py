@@ -192,7 +192,7 @@ def measure(
     with folder(plan.out, COMMAND, arguments(measurement, generation)) as place:
         engines = checked(plan, shared, first, measurement)
         ways: list[Way] = [
-            EngineWay(name=PLAIN, engine=first.plain(), generation=generation, drafts=False, columns=1),
+            EngineWay(name=PLAIN, engine=first.plain(keep_warm=True), generation=generation, drafts=False, columns=1),
             *(EngineWay(name=name, engine=engine, generation=generation) for name, engine in engines.items()),
         ]
         peers = Peers(

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 
 from outrider.core import files
@@ -52,6 +53,8 @@ CALLED, SOURCE, BLOB = ".wrapper.json", ".wrapper.cpp", ".blob"
 WITHOUT_A_COMPILER = "it calls functions in C++, which need a compiler to be built here"
 MANY = 1 << 20
 """More rows, columns or positions than any forward has."""
+QUOTES = Version("2.14")
+"""The first torch that quotes the paths of its own libraries in a compiler's command."""
 UNUSED, ABANDONED = 30 * 86400, 86400
 """Seconds until what nobody opens is deleted: a library, and what a compilation that was cut off has left."""
 
@@ -418,7 +421,7 @@ def _digest(file: Path) -> str:
 def _scratch() -> Iterator[None]:
     """Let the compiler write into a folder that nobody else can write to. It runs what it has compiled, and the folder
     that it takes otherwise can be made by anybody: its name in /tmp is known. Meanwhile the path of torch's own
-    libraries is quoted: torch writes it into the compiler's command without quotes, and a space would end it.
+    libraries is quoted: before 2.14 torch writes it into the compiler's command as it is, and a space would end it.
     """
     from torch._inductor.utils import clear_caches
     from torch.utils import cpp_extension
@@ -428,7 +431,7 @@ def _scratch() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="outrider-", ignore_cleanup_errors=True) as folder:
         clear_caches()
         os.environ[name] = folder
-        cpp_extension.TORCH_LIB_PATH = shlex.quote(libraries)
+        cpp_extension.TORCH_LIB_PATH = libraries if Version(torch.__version__) >= QUOTES else shlex.quote(libraries)
         try:
             yield
         finally:

@@ -241,7 +241,7 @@ class OutputLayer:
         name = next((name for name, child in self._shell.named_children() if child is self.layer), None)
         if name is None:
             raise InputError(f"the output layer of {type(self._shell).__name__} cannot be cut to some tokens; {LEAVE}")
-        short = cut(self.layer, ids, self._shell.config.dtype)
+        short = cut(self.layer, ids)
         return OutputLayer(_with(self._shell, {name: short}), short)
 
     def copied(self, by: Callable[[nn.Module], nn.Module]) -> "OutputLayer":

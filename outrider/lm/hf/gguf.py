@@ -39,6 +39,8 @@ PLAIN = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """The kinds of tensors that hold numbers rather than blocks."""
 ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 """The keys of tokens that end a text, a turn or a message."""
+PAD = "tokenizer.ggml.padding_token_id"
+"""The key of the token that fills up rows."""
 
 
 class MadePlain(Exception):

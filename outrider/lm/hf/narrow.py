@@ -16,12 +16,12 @@ LEAVE = "leave token_map out"
 
 @runtime_checkable
 class Cuttable(Protocol):
-    """A linear layer with packed weights."""
+    """A linear layer that is not torch's."""
 
     out_features: int
 
-    def cut(self, rows: Sequence[int], dtype: torch.dtype) -> nn.Linear:
-        """A plain layer of some of its rows, in this order."""
+    def cut(self, rows: Sequence[int]) -> nn.Module:
+        """A layer of some of its rows, in this order."""
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def narrowed(model: PreTrainedModel, ids: Sequence[int]) -> PreTrainedModel:
     Raises:
         InputError: The output layer is no plain linear layer with a row per token.
     """
-    short = cut(model.get_output_embeddings(), ids, model.dtype)
+    short = cut(model.get_output_embeddings(), ids)
     model.set_output_embeddings(short)
     if model.get_output_embeddings() is not short:
         raise InputError(f"the draft model does not let its output layer be replaced; {LEAVE}")
@@ -41,17 +41,14 @@ def narrowed(model: PreTrainedModel, ids: Sequence[int]) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def cut(layer: nn.Module | None, ids: Sequence[int], dtype: torch.dtype) -> nn.Linear:
-    """The rows of some token ids of an output layer, in this order.
-
-    Args:
-        dtype: Of the rows where the layer has packed weights; others keep theirs.
+def cut(layer: nn.Module | None, ids: Sequence[int]) -> nn.Module:
+    """The rows of some token ids of an output layer, in this order. Packed weights stay packed.
 
     Raises:
         InputError: It has no row per token.
     """
     if isinstance(layer, Cuttable) and max(ids) < layer.out_features:
-        return layer.cut(ids, dtype)
+        return layer.cut(ids)
     if layer is None or not plain(layer) or layer.out_features <= max(ids):
         raise InputError(
             f"the output layer is a {type(layer).__name__}, and only a plain linear layer with a row per token can be "

@@ -34,6 +34,7 @@ from outrider.lm.fingerprint import note_files
 from outrider.lm.hf import unpacked
 from outrider.lm.hf.anatomy import opener
 from outrider.lm.hf.gguf import (
+    PAD,
     MadePlain,
     as_plain,
     check_libraries,
@@ -643,6 +644,10 @@ def _tokenizer_of_gguf(place: CheckpointPlace, file: Path) -> PreTrainedTokenize
     if kept is None:
         with quick_headers():
             tokenizer = AutoTokenizer.from_pretrained(place.folder, gguf_file=place.gguf)
+        pad = header(file).values.get(PAD)
+        # transformers 5.17 leaves it out.
+        if tokenizer.pad_token_id is None and pad is not None:
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
         kept = unpacked.keep(file, "tokenizer", tokenizer.save_pretrained, began)
     if kept is not None:
         tokenizer = AutoTokenizer.from_pretrained(kept)

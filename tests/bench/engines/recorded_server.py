@@ -77,8 +77,9 @@ if __name__ == "__main__":
     parser.add_argument("-rtr", action="store_true")
     given = parser.parse_args()
     if any(each.startswith("suffix") for each in given.spec_type):
-        print("error: unknown speculative decoding type\n\nusage: llama-server", flush=True)
+        print("unknown speculative decoding type\nusage: llama-server\n\n  -o, --output FNAME", flush=True)
         sys.exit(1)
+    Path("llama.log").write_text("a log, as ik_llama.cpp writes it where it is started")
     Answering.answers = json.loads(Path(given.m).with_suffix(".json").read_text())
     Answering.lookup, Answering.drafts = "ngram-simple" in given.spec_type, bool(given.spec_type or given.md)
     Path(given.m).with_suffix(".pid").write_text(str(os.getpid()))

@@ -8,7 +8,7 @@ import pytest
 
 import outrider
 from outrider import Sampling
-from outrider.bench.side_by_side.comparison import SPECULATIVE, compare, figures
+from outrider.bench.side_by_side.comparison import SPECULATIVE, compare, figures, ways_of
 from outrider.bench.side_by_side.configuration import PLAIN
 from outrider.bench.side_by_side.verdict import headline
 from outrider.engine.generation import Generation
@@ -49,6 +49,17 @@ def test_forwards_that_are_padded_are_a_way_of_their_own(engine):
     finally:
         engine.parts.target.pad_to = 1
     assert found.ways == [SPECULATIVE, PLAIN, f"{PLAIN}, 2 columns", TRANSFORMERS]
+
+
+def test_plain_decoding_reads_the_second_turn_as_little_anew_as_the_engine_with_drafts(engine):
+    prompt = engine.encode("Once upon a time")
+    found = {}
+    for way in ways_of(engine, greedy(4), alone=False):
+        way.engine.generate([prompt], options=greedy(4))
+        [out] = way.engine.generate([[*prompt, *prompt]], options=greedy(4))
+        found[way.name] = out.reused_tokens
+        way.engine.rest()
+    assert found == dict.fromkeys((SPECULATIVE, PLAIN), len(prompt))
 
 
 def test_answers_end_at_the_end_of_the_context(engine):

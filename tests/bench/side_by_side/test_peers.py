@@ -162,7 +162,7 @@ def test_servers_answer_the_same_file_and_tell_start_memory_prompt_and_decoding(
         changed = "; 2 of them are not those of its own plain decoding" if "llama.cpp, ngram" in way else ""
         assert found.passed[way].endswith(" logits" + changed)
         assert found.passed[way].startswith("2 greedy texts are the target's, up to gaps of ")
-    why = "it ended with exit status 1; its last line: RuntimeError: the server ended with exit status 1: error: "
+    why = "it ended with exit status 1; its last line: RuntimeError: the server ended with exit status 1: "
     assert found.left_out["ik_llama.cpp, suffix -rtr"] == why + "unknown speculative decoding type"
     assert found.left_out["ik_llama.cpp, draft model"] == "the setup has no draft model"
     assert set(found.starts) == set(theirs)

@@ -31,6 +31,7 @@ from outrider.bench.turns import Turn
 from outrider.bench.workloads.conversation import Conversation
 from outrider.bench.workloads.formats import TraceUnits
 from outrider.core.dice import Purpose
+from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation
 from outrider.verifiers.protocol import chains, everyone, recover
 from outrider.verifiers.token import TokenVerifier
@@ -109,6 +110,13 @@ def test_no_configuration_is_stopped_by_memory_that_its_workload_does_not_need(p
     found = measure(replace(plan, setup=half, configurations=configurations, rounds=1, num_prompts=1, peers=ALONE))
     assert found.stopped == {}
     assert found.ways == [PLAIN, "default", "other"]
+
+
+def test_plain_decoding_keeps_slots_warm_as_configurations_do(plan, monkeypatch):
+    kept, plain = [], Engine.plain
+    monkeypatch.setattr(Engine, "plain", lambda self, **named: kept.append(named) or plain(self, **named))
+    measure(plan)
+    assert {"keep_warm": True} in kept
 
 
 def test_all_ways_answer_all_requests_with_as_many_tokens(measured):
