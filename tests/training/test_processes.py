@@ -5,9 +5,11 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from outrider.core.types import InputError
 from outrider.training.loop import checkpoint
 from outrider.training.loop.journal import read
 from outrider.training.loop.settings import TrainSettings
-from outrider.training.loop.steps import FOLDER, train
+from outrider.training.loop.steps import FOLDER, place, train
 from tests.training import runner
 from tests.training.learners import Bigram, batches
 from tests.world.forked import rank_environments, started, statuses, telling
@@ -121,6 +123,29 @@ def test_rows_must_be_dealt_evenly_to_processes(tmp_path: Path) -> None:
         told = [several.enter_context(telling(refused, str(tmp_path), rank))[1] for rank in rank_environments(3)]
         message = "batch_size must be a multiple of the number of processes, got 4 and 3"
         assert all(message in each.recv() for each in told)
+
+
+def placed(said: Connection, slow: bool, rank: dict[str, str]) -> None:
+    """Tell when a process has its device; a slow one joins the others half a second late."""
+    os.environ.update(rank)
+    if slow:
+        join = torch.distributed.init_process_group
+
+        def join_late(*arguments: Any, **options: Any) -> None:
+            join(*arguments, **options)
+            time.sleep(0.5)
+            said.send(time.monotonic())
+
+        torch.distributed.init_process_group = join_late
+    place(TrainSettings(device="cpu"))
+    said.send(time.monotonic())
+
+
+def test_no_process_goes_on_before_all_have_joined() -> None:
+    with ExitStack() as several:
+        ranks = enumerate(rank_environments(2))
+        first, second = (several.enter_context(telling(placed, slow == 1, rank))[1] for slow, rank in ranks)
+        assert second.recv() <= first.recv()
 
 
 def limited(path: Path, size: int, state: dict) -> str:

@@ -104,7 +104,10 @@ class Trained:
 def place(settings: TrainSettings) -> torch.device:
     """The device that this process trains on: where a learner puts what it does not train."""
     processes.load_whole()
-    return PartialState(cpu=settings.device == "cpu").device
+    device = PartialState(cpu=settings.device == "cpu").device
+    # The first process keeps the addresses of all: one that ends early, refused, would leave others without them.
+    processes.wait()
+    return device
 
 
 def settled(settings: TrainSettings, device: torch.device) -> TrainSettings:
