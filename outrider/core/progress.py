@@ -9,8 +9,8 @@ from typing import Any
 
 from outrider.core.watcher import Watcher
 
-PATIENCE = 5.0
-"""Seconds without a word before a line says what is being done."""
+PATIENCE = 4.0
+"""Seconds without a word before a line says what is being done. It may come a second late, and five are too many."""
 PERIOD = 30.0
 """Seconds after which a line says how far it is."""
 DELAY = 1.0
@@ -60,7 +60,7 @@ class Display:
     """The tasks of a command, and a thread that shows them.
 
     On a terminal each task has a bar as long as it goes on. Elsewhere a line says what is being done when nothing was
-    said for five seconds, and how far it is every thirty seconds.
+    said for four seconds, and how far it is every thirty seconds.
 
     Args:
         terminal: Whether bars are shown.

@@ -46,7 +46,7 @@ def test_nothing_is_silent_for_longer_than_half_a_minute():
     assert said[0][1].startswith("one")
 
 
-def test_a_new_task_is_named_after_five_seconds_of_silence_and_short_ones_do_not_flood():
+def test_a_new_task_is_named_after_some_seconds_of_silence_and_short_ones_do_not_flood():
     said = lines_of(60.0, {0.0: "one", 12.0: "two", 13.0: "three", 14.0: "four"})
     assert [line.split(" (")[0] for _, line in said][:2] == ["one", "two"]
     times = [at for at, _ in said]
