@@ -20,6 +20,7 @@ from outrider.engine.engine import Engine
 from outrider.host import remembered
 from outrider.lengths.experience import Experience
 from outrider.lm.fingerprint import fingerprint, machine, source
+from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
 from outrider.lm.weights.plain import rounds_activations
 from outrider.proof.draws import BOUND, dice_law_of
@@ -32,6 +33,8 @@ TIME_LIMIT = 60.0
 PROMPTS = ("Once upon a time", "The answer to the question is", "def main(")
 """Three openings of texts."""
 PACKAGE = Path(__file__).parent.parent
+Copies = dict[int, LanguageModel]
+"""A target in float32, by the `id` of the target."""
 REFUSED = "no speedup is printed for it. `outrider prove` shows more"
 
 
@@ -80,12 +83,13 @@ class Passed:
         return None if self.dice > BOUND else f"the dice do not keep their law (p = {self.dice:.3g})"
 
 
-def gate(engine: Engine, time_limit: float = TIME_LIMIT) -> Passed:
+def gate(engine: Engine, time_limit: float = TIME_LIMIT, copies: Copies | None = None) -> Passed:
     """Check an engine's pair in float32: greedy identity on 3 prompts x 32 tokens, and the rows of a sampled batch of
     mixed settings; and check the dice. The result is cached by `key`, and counts where as little time is given.
 
     Args:
         time_limit: Seconds after which a check goes no further, though some tokens of every prompt are compared.
+        copies: The last target's copy in float32, for engines with the same target; changes in place.
 
     Raises:
         InputError: A check fails; no speedup may be printed.
@@ -95,7 +99,7 @@ def gate(engine: Engine, time_limit: float = TIME_LIMIT) -> Passed:
     passed = None if name is None else _read(remembered.read("gate", {"pair": name}))
     if passed is None or (passed.time_limit < time_limit and passed.seconds >= passed.time_limit):
         try:
-            passed = _checked(engine, prompts, time_limit)
+            passed = _checked(engine, prompts, time_limit, {} if copies is None else copies)
         except Exception as error:
             raise InputError(f"a check of this pair failed: {failure(error)}; {REFUSED}") from error
         if name is not None:
@@ -118,16 +122,17 @@ def failure(error: Exception) -> str:
     return f"it ended with {type(error).__name__}: {' '.join(str(error).split()) or 'no reason'}"
 
 
-def _checked(engine: Engine, prompts: Sequence[list[int]], time_limit: float) -> Passed:
+def _checked(engine: Engine, prompts: Sequence[list[int]], time_limit: float, copies: Copies) -> Passed:
     """What the checks find."""
     began, until = time.monotonic(), Deadline.after(time_limit)
     with task("the dice"):
         dice = dice_law_of(engine).p_value
     with task("a copy in float32"):
-        exact = in_float32(engine)
+        exact = in_float32(engine, copies)
     room = min(each.parts.target.max_context for each in (engine, exact)) - max(len(p) for p in prompts)
     nodes = compare_nodes(exact, prompts, min(NUM_SAMPLED, room), until.part(0.4))
     same = identity(exact, prompts, min(NUM_TOKENS, room), until)
+    exact.rest()
     return Passed(
         identity=same,
         nodes=nodes,
@@ -167,15 +172,22 @@ def _read(kept: Mapping[str, Any] | None) -> Passed | None:
         return None
 
 
-def in_float32(engine: Engine) -> Engine:
+def in_float32(engine: Engine, copies: Copies | None = None) -> Engine:
     """The same engine in float32. Models in float32 or float64 and quantised models are used unchanged. A target that
     rounds activations to 8 bits is in float64: what differs by 1e-7 before may differ by a whole step behind.
+
+    Args:
+        copies: The last target's copy, which is used again for the same target; changes in place.
     """
     # Both use the slots of one target where nothing is cast.
     engine.rest()
     parts = engine.parts
     rounds = any(rounds_activations(module) for module in parts.target.modules.values())
-    target = parts.target.cast(torch.float64 if rounds else torch.float32)
+    copies = {} if copies is None else copies
+    if (target := copies.get(id(parts.target))) is None:
+        # A copy takes some bytes a weight, so there is never more than one.
+        copies.clear()
+        target = copies[id(parts.target)] = parts.target.cast(torch.float64 if rounds else torch.float32)
     drafter = parts.drafter.cast(TargetInfo.of(target, engine.tokenizer))
     return Engine(
         # Without costs, drafts have a fixed length, so that there is something to check.

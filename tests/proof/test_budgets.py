@@ -8,7 +8,10 @@ import outrider
 from outrider.bench.agreement import along_text, run_freely
 from outrider.bench.doctor import measure
 from outrider.core.deadline import ENDLESS, Deadline
-from outrider.proof.gate import gate, in_float32, openings
+from outrider.engine.engine import Engine
+from outrider.host import remembered
+from outrider.lm.model import LanguageModel
+from outrider.proof.gate import Copies, gate, in_float32, openings
 from outrider.proof.identity import LEAST_TOKENS, identity
 from outrider.proof.nodes import compare_nodes
 from outrider.proof.pair import repeated
@@ -58,6 +61,17 @@ def test_the_gate_says_what_it_checked_and_is_made_again_only_for_more_time(engi
     assert thorough.identity.num_tokens > hurried.identity.num_tokens
     # What was checked whole counts, however much time is given.
     assert gate(engine, 2000.0) == gate(engine, 1e-9) == thorough
+
+
+def test_engines_of_one_target_are_checked_by_one_copy_in_float32(engine, prompts, monkeypatch):
+    cast, cast_from = LanguageModel.cast, list[LanguageModel]()
+    monkeypatch.setattr(LanguageModel, "cast", lambda lm, dtype: cast_from.append(lm) or cast(lm, dtype))
+    monkeypatch.setattr(remembered, "read", lambda *record: None)
+    copies: Copies = {}
+    other = Engine(engine.parts, max_slots=engine.max_slots)
+    for each in (engine, other, engine):
+        assert gate(each, 1e-9, copies).fault is None
+    assert cast_from.count(engine.parts.target) == 1
 
 
 def test_draws_go_on_while_they_tell_nothing_and_time_is_left(engine, prompts):

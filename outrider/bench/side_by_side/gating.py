@@ -3,7 +3,7 @@
 from outrider.core.inputs import InputError
 from outrider.core.progress import task
 from outrider.engine.engine import Engine
-from outrider.proof.gate import failure, gate
+from outrider.proof.gate import Copies, failure, gate
 from outrider.proof.pair import LAW_BOUND
 from outrider.proof.rule import law_error
 
@@ -12,7 +12,7 @@ class NotLossless(Exception):
     """Why a configuration must not be timed, in one sentence."""
 
 
-def passed(engine: Engine, time_limit: float) -> str:
+def passed(engine: Engine, time_limit: float, copies: Copies) -> str:
     """Let a configuration be timed only if its law is the target's. Returns what was checked, in one line.
 
     The law of its verifier is enumerated on small tables. Then the gate compares greedy texts in float32 with plain
@@ -21,6 +21,7 @@ def passed(engine: Engine, time_limit: float) -> str:
 
     Args:
         time_limit: Seconds that the gate takes, about.
+        copies: What engines of one target share; see `gate`.
 
     Raises:
         NotLossless: A check fails; in one sentence.
@@ -35,7 +36,7 @@ def passed(engine: Engine, time_limit: float) -> str:
     if not off < LAW_BOUND:
         raise NotLossless(f"its law is not the target's: enumerated on small tables, it is off by {off:.2g}")
     try:
-        return gate(engine, time_limit).summary
+        return gate(engine, time_limit, copies).summary
     except InputError as failed:
         raise NotLossless(str(failed).partition("; no speedup")[0]) from failed
 

@@ -37,7 +37,7 @@ from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.open import open_config, unwrapped
 from outrider.lm.target_info import UNLIMITED
 from outrider.plan.probe import FAR
-from outrider.proof.gate import TIME_LIMIT
+from outrider.proof.gate import TIME_LIMIT, Copies
 from outrider.setup import Setup
 
 COMMAND = "outrider bench"
@@ -300,6 +300,7 @@ def checked(plan: BenchPlan, shared: Setup, first: Engine, measurement: Measurem
         InputError: A configuration that was named by itself does not fit, or none is left.
     """
     engines: dict[str, Engine] = {}
+    copies: Copies = {}
     with task("is it lossless?", len(plan.configurations), "configurations") as bar:
         for each in plan.configurations:
             try:
@@ -310,7 +311,7 @@ def checked(plan: BenchPlan, shared: Setup, first: Engine, measurement: Measurem
                 measurement.left_out[each.name] = str(error)
             else:
                 try:
-                    measurement.passed[each.name] = passed(engine, plan.gate_limit)
+                    measurement.passed[each.name] = passed(engine, plan.gate_limit, copies)
                     engines[each.name] = engine
                 except NotLossless as error:
                     measurement.stopped[each.name] = str(error)
