@@ -20,7 +20,7 @@ from outrider.engine.engine import Engine
 from outrider.host import remembered
 from outrider.lengths.experience import Experience
 from outrider.lm.fingerprint import fingerprint, machine, source
-from outrider.lm.model import LanguageModel
+from outrider.lm.protocol import LM
 from outrider.lm.target_info import TargetInfo
 from outrider.lm.weights.plain import rounds_activations
 from outrider.proof.draws import BOUND, dice_law_of
@@ -33,7 +33,7 @@ TIME_LIMIT = 60.0
 PROMPTS = ("Once upon a time", "The answer to the question is", "def main(")
 """Three openings of texts."""
 PACKAGE = Path(__file__).parent.parent
-Copies = dict[int, LanguageModel]
+Copies = dict[int, LM]
 """A target in float32, by the `id` of the target."""
 REFUSED = "no speedup is printed for it. `outrider prove` shows more"
 
