@@ -126,6 +126,11 @@ def open_source(order: ExportRequest) -> Source:
     path = getattr(drafter, "path", None)
     if not exports.has_files and path is not None:
         raise InputError(f"{order.to} takes {name} from the target's own checkpoint; leave out the path {path}")
+    # Wrong places are told before the target is read.
+    if isinstance(drafter, TrainedHead):
+        drafter.check_files()
+    elif exports.has_files and path is not None:
+        place_of(str(path))
     target, tokenizer = _target(order)
     info = TargetInfo.of_model(target, tokenizer)
     if isinstance(drafter, TrainedHead):

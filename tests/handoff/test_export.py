@@ -230,6 +230,13 @@ def test_what_an_engine_cannot_load_is_refused_with_the_nearest_that_it_can(name
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["eagle3", "model"])
+def test_a_place_that_is_none_is_told_before_the_target_is_read(name, tmp_path):
+    # The target is nowhere either.
+    with pytest.raises(InputError, match=r"there is no directory .*drafter"):
+        export(ordered("vllm", tmp_path / "target", f"{name}:path={tmp_path / 'drafter'}", tmp_path / "out"))
+
+
 @pytest.mark.parametrize(("trunk", "engine", "method"), [("eagle", "vllm", "eagle"), ("eagle3", "sglang", "EAGLE3")])
 def test_the_first_specialist_is_exported_as_the_head_that_it_is(trunk, engine, method, model, target, tmp_path):
     source = tmp_path / "poss"
