@@ -92,6 +92,11 @@ def assemble(setup: Setup, *, target: LM | None = None, drafter: Drafter | None 
     return _engine(parts, loaded)
 
 
+def check_names(setup: Setup) -> None:
+    """Raise InputError if a setup names no method that exists, or a drafter that is nowhere. Reads no weights."""
+    _named(completed(setup), None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Named:
     """The parts that need no target; of the drafter and the verifier, what is known without one.

@@ -169,10 +169,13 @@ def _answer(
         from outrider.cli.printed import note_room, print_json
         from outrider.training.data.records import read_documents
         from outrider.training.data.regenerate import AnswerOptions, regenerate
-        from outrider.training.data.sources import DatasetPart
+        from outrider.training.data.sources import DatasetPart, records
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     part = DatasetPart(split=texts.split, config=texts.subset, columns=texts.columns)
+    for source in texts.data:
+        # Wrong places are told before the target is read.
+        next(records(source, part), None)
     engine = opened(setup)
     generation = AnswerOptions(
         sampling=request.sampling(engine.sampling),

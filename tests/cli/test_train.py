@@ -337,6 +337,14 @@ def test_wrong_names_leave_no_folder(monkeypatch, capsys, tmp_path, pair) -> Non
     assert not (tmp_path / "out").exists()
 
 
+def test_texts_that_are_nowhere_are_told_before_the_target_is_read(monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.setattr("outrider.cli.opened.opened", None)
+    given = ["--data", str(tmp_path / "nowhere.jsonl"), "--out", str(tmp_path / "answers.jsonl")]
+    status, _, err = run(monkeypatch, capsys, "train", "data", *given)
+    assert status == 2
+    assert "there is no file or folder" in err
+
+
 def test_without_a_terminal_lines_say_how_far_training_is(monkeypatch, capsys, pair) -> None:
     for name in ("PATIENCE", "PERIOD", "BEAT"):
         monkeypatch.setattr(f"outrider.core.progress.{name}", 0.001)

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import outrider
-from outrider.assembly import MAX_SLOTS, assemble, completed, tokenizer_of
+from outrider.assembly import MAX_SLOTS, assemble, check_names, completed, tokenizer_of
 from outrider.bench.circumstances import circumstances
 from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder, folder
@@ -178,6 +178,12 @@ def measure(
     asked = ask(workload, encoder, count=plan.num_prompts, room=limit - 1 - max_new_tokens, seed=plan.seed)
     longest = max(encoder.longest(each, max_new_tokens) for each in asked.conversations)
     shared = shared_setup(plan, min(limit, max(longest + MARGIN, LEAST_CONTEXT)))
+    for each in plan.configurations:
+        if not each.swept:
+            try:
+                check_names(each.setup(shared))
+            except InputError as error:
+                raise _of_configuration(each, error) from error
     with task("loading"):
         first = assemble(shared)
     generation, room = settled(plan, first), first.parts.target.max_context - 1
@@ -307,7 +313,7 @@ def checked(plan: BenchPlan, shared: Setup, first: Engine, measurement: Measurem
                 engine = engine_of(shared, each, first)
             except InputError as error:
                 if not each.swept:
-                    raise InputError(f"{each.name}: {error}") from error
+                    raise _of_configuration(each, error) from error
                 measurement.left_out[each.name] = str(error)
             else:
                 try:
@@ -317,6 +323,10 @@ def checked(plan: BenchPlan, shared: Setup, first: Engine, measurement: Measurem
                     measurement.stopped[each.name] = str(error)
             bar.advance()
     return engines
+
+
+def _of_configuration(configuration: Configuration, error: InputError) -> InputError:
+    return InputError(f"{configuration.name}: {error}")
 
 
 def engine_of(shared: Setup, configuration: Configuration, first: Engine) -> Engine:

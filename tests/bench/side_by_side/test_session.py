@@ -256,6 +256,13 @@ def test_a_point_that_does_not_fit_is_left_out_and_a_named_one_is_refused(plan):
         measure(replace(plan, configurations=(named("wide", wide),)))
 
 
+def test_a_drafter_that_is_nowhere_is_told_before_the_target_is_read(plan, monkeypatch, tmp_path):
+    monkeypatch.setattr("outrider.bench.side_by_side.session.assemble", None)
+    nowhere = named("small", {"drafter": f"model:path={tmp_path / 'nowhere'}"})
+    with pytest.raises(InputError, match=r"^small: there is no directory .*nowhere"):
+        measure(replace(plan, configurations=(nowhere,)))
+
+
 def test_requests_at_a_rate_and_as_the_trace_says(plan):
     loads = (ClosedLoop(concurrency=3), OpenLoop(rate=200.0), Trace(speed=2.0))
     found = measure(replace(plan, loads=loads, configurations=plan.configurations[:1], rounds=1))
