@@ -33,8 +33,8 @@ TIME_LIMIT = 60.0
 PROMPTS = ("Once upon a time", "The answer to the question is", "def main(")
 """Three openings of texts."""
 PACKAGE = Path(__file__).parent.parent
-Copies = dict[int, LM]
-"""A target in float32, by the `id` of the target."""
+Copies = list[tuple[LM, LM]]
+"""A target and its copy in float32, or nothing."""
 REFUSED = "no speedup is printed for it. `outrider prove` shows more"
 
 
@@ -99,7 +99,7 @@ def gate(engine: Engine, time_limit: float = TIME_LIMIT, copies: Copies | None =
     passed = None if name is None else _read(remembered.read("gate", {"pair": name}))
     if passed is None or (passed.time_limit < time_limit and passed.seconds >= passed.time_limit):
         try:
-            passed = _checked(engine, prompts, time_limit, {} if copies is None else copies)
+            passed = _checked(engine, prompts, time_limit, [] if copies is None else copies)
         except Exception as error:
             raise InputError(f"a check of this pair failed: {failure(error)}; {REFUSED}") from error
         if name is not None:
@@ -183,11 +183,12 @@ def in_float32(engine: Engine, copies: Copies | None = None) -> Engine:
     engine.rest()
     parts = engine.parts
     rounds = any(rounds_activations(module) for module in parts.target.modules.values())
-    copies = {} if copies is None else copies
-    if (target := copies.get(id(parts.target))) is None:
+    copies = [] if copies is None else copies
+    if not copies or copies[0][0] is not parts.target:
         # A copy takes some bytes a weight, so there is never more than one.
         copies.clear()
-        target = copies[id(parts.target)] = parts.target.cast(torch.float64 if rounds else torch.float32)
+        copies.append((parts.target, parts.target.cast(torch.float64 if rounds else torch.float32)))
+    target = copies[0][1]
     drafter = parts.drafter.cast(TargetInfo.of(target, engine.tokenizer))
     return Engine(
         # Without costs, drafts have a fixed length, so that there is something to check.

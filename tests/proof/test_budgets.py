@@ -67,7 +67,7 @@ def test_engines_of_one_target_are_checked_by_one_copy_in_float32(engine, prompt
     cast, cast_from = LanguageModel.cast, list[LanguageModel]()
     monkeypatch.setattr(LanguageModel, "cast", lambda lm, dtype: cast_from.append(lm) or cast(lm, dtype))
     monkeypatch.setattr(remembered, "read", lambda *record: None)
-    copies: Copies = {}
+    copies: Copies = []
     other = Engine(engine.parts, max_slots=engine.max_slots)
     for each in (engine, other, engine):
         assert gate(each, 1e-9, copies).fault is None

@@ -306,7 +306,7 @@ def checked(plan: BenchPlan, shared: Setup, first: Engine, measurement: Measurem
         InputError: A configuration that was named by itself does not fit, or none is left.
     """
     engines: dict[str, Engine] = {}
-    copies: Copies = {}
+    copies: Copies = []
     with task("is it lossless?", len(plan.configurations), "configurations") as bar:
         for each in plan.configurations:
             try:
