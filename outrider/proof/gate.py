@@ -99,7 +99,7 @@ def gate(engine: Engine, time_limit: float = TIME_LIMIT, copies: Copies | None =
     passed = None if name is None else _read(remembered.read("gate", {"pair": name}))
     if passed is None or (passed.time_limit < time_limit and passed.seconds >= passed.time_limit):
         try:
-            passed = _checked(engine, prompts, time_limit, [] if copies is None else copies)
+            passed = _checked(engine, prompts, time_limit, copies)
         except Exception as error:
             raise InputError(f"a check of this pair failed: {failure(error)}; {REFUSED}") from error
         if name is not None:
@@ -122,7 +122,7 @@ def failure(error: Exception) -> str:
     return f"it ended with {type(error).__name__}: {' '.join(str(error).split()) or 'no reason'}"
 
 
-def _checked(engine: Engine, prompts: Sequence[list[int]], time_limit: float, copies: Copies) -> Passed:
+def _checked(engine: Engine, prompts: Sequence[list[int]], time_limit: float, copies: Copies | None) -> Passed:
     """What the checks find."""
     began, until = time.monotonic(), Deadline.after(time_limit)
     with task("the dice"):

@@ -55,13 +55,6 @@ def drafts(engine: Engine, seeds: list[int | None], temperature: float = 1.0) ->
     return found
 
 
-@pytest.fixture(scope="module")
-def draft_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    place = tmp_path_factory.mktemp("draft")
-    llama(num_layers=1).save_pretrained(place)
-    return f"model:path={place}"
-
-
 @pytest.mark.parametrize("cell", CELLS)
 def test_the_same_command_with_the_same_seed_repeats_its_text(cell, draft_model):
     written = {"model": draft_model, "first": f"first:suffix:min_match=1,{draft_model}"}

@@ -140,13 +140,6 @@ def llama_engine(table: CostTable, drafter: str, tree: str = "dynamic:width=4,nu
     return engine
 
 
-@pytest.fixture(scope="module")
-def draft_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    place = tmp_path_factory.mktemp("draft")
-    llama(num_layers=1).save_pretrained(place)
-    return f"model:path={place}"
-
-
 def stepped(engine: Engine, temperature: float = 0.0) -> tuple[list[int], list[Step]]:
     """The tokens of one request, and its steps."""
     steps: list[Step] = []
