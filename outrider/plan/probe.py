@@ -37,7 +37,7 @@ ALONE = (1, 4, 8, 16)
 """Draft lengths of steps in which one of several requests drafts."""
 SAMPLED = (0, 8, 2)
 """Draft lengths of sampled steps in a short probe. Their forwards are those of greedy steps."""
-WARM_UP, REPEATS, MANY_REPEATS = 1, 12, 24
+WARM_UP, REPEATS, MANY_REPEATS = 1, 12, 48
 """Steps of each kind that are not timed, because they may compile or allocate; and the most that are timed, in a short
 and in a thorough probe."""
 SHORT, THOROUGH = 1.5, 20.0
@@ -187,7 +187,7 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    r"""Rounds of steps, each with steps of every kind.
+    r"""Rounds of steps, each with steps of every kind of one number of requests.
 
     A machine is faster in some seconds than in others, for all kinds alike. So the logarithm of a step of kind k in
     round r is taken to be $c_k + s_r$ and an error: what the kind costs, and how slow the machine was. Both are found
@@ -274,8 +274,8 @@ def measure(
 ) -> CostTable | None:
     """The costs of steps of these parts; None if the drafter proposed nothing, or if there is no room for drafts.
 
-    Each round makes steps of every kind, in random order. How slow the machine was in a round is told from what each
-    kind costs, see `Rounds`. Nothing else may run, and all slots must be free.
+    Each round makes steps of every kind of one number of requests, in random order. How slow the machine was in a
+    round is told from what each kind costs, see `Rounds`. Nothing else may run, and all slots must be free.
 
     Args:
         max_requests: Most requests of a step.
@@ -342,7 +342,9 @@ def _kinds(batches: Sequence[int], longest: int, thorough: bool) -> list[StepSha
 def repeated(bench: StepProbe, kinds: Sequence[StepShape], seconds: float, most: int) -> Rounds:
     """Rounds of steps of these kinds, at most so many, as far as there is time. At least three are made.
 
-    Where time is short, the first two kinds are measured, and of the others as many as there is time for.
+    A round holds the kinds of one number of requests, because their costs are compared with each other: a short round
+    ends before the machine changes its speed. All numbers of requests get the same time, so few requests get more
+    rounds. Where time is short, the first two kinds are measured, and of the others as many as there is time for.
     """
     began, spent = time.perf_counter(), 0.0
     todo: list[StepShape] = []
@@ -354,14 +356,21 @@ def repeated(bench: StepProbe, kinds: Sequence[StepShape], seconds: float, most:
         if (last := warm[-1]) is not None:
             spent += 3 * last.seconds
             todo.append(kind)
-    order, timed = random.Random(0), list[Timed]()
-    turns = [kind for kind in todo for _ in range(1 if kind.length else PLAIN_REPEATS)]
-    for number in range(most):
-        if number >= 3 and time.perf_counter() - began > seconds:
+    order, timed, number = random.Random(0), list[Timed](), 0
+    turns: dict[int, list[StepShape]] = {}
+    for kind in todo:
+        turns.setdefault(kind.requests, []).extend([kind] * (1 if kind.length else PLAIN_REPEATS))
+    made, took = dict.fromkeys(turns, 0), dict.fromkeys(turns, 0.0)
+    while True:
+        late = time.perf_counter() - began > seconds
+        left = [b for b in turns if made[b] < (3 if late else most)]
+        if not left:
             break
-        for kind in order.sample(turns, len(turns)):
+        b, start = min(left, key=lambda b: (took[b], b)), time.perf_counter()
+        for kind in order.sample(turns[b], len(turns[b])):
             if (cost := bench.step(kind)) is not None:
                 timed.append(Timed(kind=kind, round=number, cost=cost))
+        took[b], made[b], number = took[b] + time.perf_counter() - start, made[b] + 1, number + 1
     return Rounds.of(timed)
 
 

@@ -209,3 +209,36 @@ def test_a_thorough_probe_measures_all_lengths_at_both_temperatures_and_a_long_c
     assert near == {(b, n, drawn) for b in (1, 2) for n in probe.ALL_LENGTHS for drawn in (False, True)}
     far = [(row.requests, row.length) for row in found.rows if row.context == 100]
     assert sorted(far) == [(1, 0), (1, 16), (2, 0), (2, 16)]
+
+
+class ChangingMachine:
+    """Steps of known costs on a machine that is fast or two and a half times slower, for random spans of 0.3 s."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.now, self.until, self.slow = np.random.default_rng(seed), 0.0, 0.0, 1.0
+
+    def step(self, kind: StepShape) -> StepCost:
+        if self.now >= self.until:
+            self.slow, self.until = float(self.rng.choice([1.0, 2.5])), self.now + self.rng.exponential(0.3)
+        took = true_seconds(kind) * self.slow * float(np.exp(self.rng.normal(0, 0.05)))
+        self.now += took
+        return StepCost(requests=kind.requests, length=kind.length, sampled=kind.sampled, target=took)
+
+
+def true_seconds(kind: StepShape) -> float:
+    return 0.003 + 0.0005 * kind.requests * (1 + kind.length) + 0.0016 * kind.length
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+def test_a_machine_of_changing_speed_changes_no_cost_over_a_plain_step(thorough, monkeypatch):
+    kinds = probe._kinds([1, 2, 4, 8], 16, thorough)
+    alone = [kind for kind in kinds if kind.requests == 1]
+    for seed in range(10):
+        machine = ChangingMachine(seed)
+        monkeypatch.setattr(probe.time, "perf_counter", lambda machine=machine: machine.now)
+        repeats = probe.MANY_REPEATS if thorough else 12
+        costs = probe.repeated(machine, kinds, probe.THOROUGH if thorough else probe.SHORT, repeats).costs()
+        plain = StepShape(requests=1, length=0)
+        for kind in alone:
+            beside = costs[kind].seconds / costs[plain].seconds
+            assert beside == pytest.approx(true_seconds(kind) / true_seconds(plain), rel=0.25), (seed, kind)
