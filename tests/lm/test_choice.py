@@ -126,6 +126,20 @@ def test_the_fastest_of_eager_and_replayed_forwards_is_taken(monkeypatch, faster
 
 
 @pytest.mark.usefixtures("replaying")
+def test_a_disturbance_does_not_hide_the_fastest_kind(monkeypatch) -> None:
+    turns: list[str] = []
+
+    def disturbed(lm: LanguageModel, slot: int, width: int) -> float:
+        turns.append(lm.forward)
+        usual = 1.0 if lm.forward == "replayed" else 2.0
+        return 3 * usual if turns == ["eager", "eager", "replayed"] else usual
+
+    monkeypatch.setattr(choice, "_milliseconds", disturbed)
+    found = choice.choose(LanguageModel(llama()), forward=None, pad_to=None)
+    assert (found.forward, found.milliseconds["replayed"]) == ("replayed", (1.0, 1.0))
+
+
+@pytest.mark.usefixtures("replaying")
 def test_forwards_that_cannot_be_recorded_are_not_chosen(monkeypatch, caplog) -> None:
     monkeypatch.setattr(choice, "_milliseconds", lambda lm, slot, width: 1.0 if lm.forward == "replayed" else 2.0)
     model = llama()
