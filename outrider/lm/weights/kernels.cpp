@@ -304,21 +304,34 @@ struct Products : Few<Products> {
         }
     };
 
-    // The fifth bit, or the fifth and the sixth, where the look-up reads them.
-    template <int BITS, int Q, int J>
-    static __m512i upper(__m512i high) {
-        constexpr int at = BITS == 5 ? 8 * (J / 2) + 2 * Q + J % 2 : 8 * (J / 2) + 4 * (Q % 2) + 2 * (J % 2);
-        return at >= 4 ? _mm512_srli_epi16(high, at >= 4 ? at - 4 : 0) : _mm512_slli_epi16(high, at < 4 ? 4 - at : 0);
+    // Weights with offsets need no table: a code of B bits behind the exponent of 2^B is the bfloat16 2^B + code. What the
+    // states are multiplied with too much, their sum takes back (`Factors::of_sum`), which they need for offsets anyway.
+    template <int KIND>
+    static constexpr int surplus() { return layout_of(KIND).offsets ? 1 << layout_of(KIND).bits : 0; }
+
+    template <int BY>
+    static __m512i moved(__m512i words) {
+        if (BY == 0) return words;
+        return BY > 0 ? _mm512_slli_epi16(words, BY > 0 ? BY : 0) : _mm512_srli_epi16(words, BY < 0 ? -BY : 0);
     }
 
-    template <int BITS, int Q, int J>
+    // Two weights of each row: `low` has four bits of their codes, `high` the fifth, or the fifth and the sixth.
+    template <int KIND, int Q, int J>
     static __m512bh operand(__m512i low, __m512i high, __m512i first, __m512i second) {
-        __m512i index = J == 0 ? low : _mm512_srli_epi16(low, 4 * J);
-        if (BITS == 4) return (__m512bh)_mm512_permutexvar_epi16(index, first);  // reads five bits; the fifth is of no matter
+        constexpr int BITS = layout_of(KIND).bits;
+        // The lowest bit of a code, and its fifth: an index begins at 0, the mantissa of bfloat16 ends before 7.
+        constexpr int FROM = surplus<KIND>() ? 7 - BITS : 0, FIFTH = FROM + 4;
+        constexpr int AT = BITS == 5 ? 8 * (J / 2) + 2 * Q + J % 2 : 8 * (J / 2) + 4 * (Q % 2) + 2 * (J % 2);
+        __m512i code = moved<FROM - 4 * J>(low);
         // Four bits from below, the others from above.
-        index = _mm512_ternarylogic_epi64(index, (upper<BITS, Q, J>(high)), _mm512_set1_epi16(BITS == 5 ? 0x10 : 0x30), 0xd8);
-        if (BITS == 5) return (__m512bh)_mm512_permutexvar_epi16(index, first);
-        return (__m512bh)_mm512_permutex2var_epi16(first, index, second);
+        if (BITS > 4)
+            code = _mm512_ternarylogic_epi64(code, moved<FIFTH - AT>(high), _mm512_set1_epi16((1 << (FROM + BITS)) - (1 << FIFTH)), 0xd8);
+        if (surplus<KIND>()) {
+            const __m512i mantissa = _mm512_set1_epi16((1 << 7) - (1 << FROM)), exponent = _mm512_set1_epi16((127 + BITS) << 7);
+            return (__m512bh)_mm512_ternarylogic_epi64(code, mantissa, exponent, 0xea);
+        }
+        if (BITS == 6) return (__m512bh)_mm512_permutex2var_epi16(first, code, second);
+        return (__m512bh)_mm512_permutexvar_epi16(code, first);  // reads five bits; of codes of four, the fifth is of no matter
     }
 
     static __m512bh pairs(const uint8_t *codes) {
@@ -337,10 +350,10 @@ struct Products : Few<Products> {
             for (int j = 0; j < 4; j++) w[j] = pairs(codes + 128 * Q + 32 * j);
         } else {
             const __m512i low = _mm512_loadu_si512(codes + 64 * Q);
-            w[0] = operand<BITS, Q, 0>(low, high, first, second);
-            w[1] = operand<BITS, Q, 1>(low, high, first, second);
-            w[2] = operand<BITS, Q, 2>(low, high, first, second);
-            w[3] = operand<BITS, Q, 3>(low, high, first, second);
+            w[0] = operand<KIND, Q, 0>(low, high, first, second);
+            w[1] = operand<KIND, Q, 1>(low, high, first, second);
+            w[2] = operand<KIND, Q, 2>(low, high, first, second);
+            w[3] = operand<KIND, Q, 3>(low, high, first, second);
         }
     }
 
@@ -368,6 +381,9 @@ struct Products : Few<Products> {
             if (KIND != Q4_K && KIND != Q5_K) return m;
             return _mm512_mul_ps(m, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(block + 64 + group * 32 + 16)))));
         }
+
+        // What the sum of the states is multiplied with.
+        __m512 of_sum(int group, __m512 scale) const { return _mm512_fnmadd_ps(scale, _mm512_set1_ps(surplus<KIND>()), offsets(group)); }
     };
 
     // Two states for every output. Read as one number, they are an operand of the product in memory. Copied by `memcpy`,
@@ -425,7 +441,7 @@ struct Products : Few<Products> {
                 }
                 add<KIND, 2, R>(codes, high, low_table, high_table, x, stride, even, odd);
                 add<KIND, 3, R>(codes, high, low_table, high_table, x, stride, even, odd);
-                const __m512 scale = factors.scales(group, 1), offset = factors.offsets(group);
+                const __m512 scale = factors.scales(group, 1), offset = factors.of_sum(group, scale);
                 if (KIND != BF16)
 #pragma GCC unroll 8
                     for (int r = 0; r < R; r++) {
@@ -556,7 +572,7 @@ struct Tiles : Products {
             const uint8_t *block = data + then / EACH * layout.chunk();
             const Factors<KIND> factors(block);
             const __m512 scale = factors.scales(int(then % EACH), 0), second = factors.scales(int(then % EACH), 1);
-            const __m512 offset = factors.offsets(int(then % EACH));
+            const __m512 offset = factors.of_sum(int(then % EACH), scale);
             for (int r = 0; r < count; r++) {
                 const float(*sum)[FEW][PANEL] = sums[r / FEW][then % RING];
                 __m512 total = _mm512_fmadd_ps(_mm512_load_ps(sum[0][r % FEW]), scale, _mm512_load_ps(outputs[r]));
