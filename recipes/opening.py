@@ -45,12 +45,14 @@ def memory():
     text = Path("/proc/self/status").read_text()
     return {name: 1024 * int(re.search(rf"{name}:\\s+(\\d+)", text)[1]) for name in ("VmRSS", "RssAnon")}
 
-places = [place for place in (target, draft) if place]
+# Where a place is a GGUF file, transformers unpacks it.
+given = [Path(place) for place in (target, draft) if place]
+places = [(place.parent, place.name) if place.suffix == ".gguf" else (place, None) for place in given]
 before, began = memory(), time.perf_counter()
 if way.startswith("from_pretrained"):
     if way != "from_pretrained":
-        tokenizers = [AutoTokenizer.from_pretrained(place) for place in places]
-    models = [AutoModelForCausalLM.from_pretrained(place) for place in places]
+        tokenizers = [AutoTokenizer.from_pretrained(place, gguf_file=file) for place, file in places]
+    models = [AutoModelForCausalLM.from_pretrained(place, gguf_file=file) for place, file in places]
     forward = "-"
 else:
     drafter = f"model:path={draft}" if draft else "suffix"
@@ -63,7 +65,8 @@ if not way.startswith("from_pretrained"):
     prompt = [5 + n % 1000 for n in range(200)]
     engine.generate([prompt], max_new_tokens=40, ignore_eos=True)
 worked = memory()
-weights = sum(weight.nbytes for model in models for weight in model.parameters())
+# Packed weights are buffers.
+weights = sum(each.nbytes for model in models for each in (*model.parameters(), *model.buffers()))
 above = {}
 for when, now in (("loaded", loaded), ("worked", worked)):
     above |= {f"{when} {name}": now[name] - before[name] for name in now}
@@ -99,8 +102,8 @@ def summarise(rows: Sequence[Row]) -> dict[str, dict[str, IntervalEstimate]]:
 
 def main(
     out: options.Out = None,
-    target: Annotated[Path, typer.Option(help="Directory of the target.")] = EMBEDDED_TARGET,
-    draft: Annotated[Path | None, typer.Option(help="Directory of a draft model; none by default.")] = None,
+    target: Annotated[Path, typer.Option(help="Directory or GGUF file of the target.")] = EMBEDDED_TARGET,
+    draft: Annotated[Path | None, typer.Option(help="The same of a draft model; none by default.")] = None,
     ways: Annotated[str, typer.Option(help="Which ways, with commas between them.")] = ",".join(WAYS),
     rounds: options.Rounds = 5,
     threads: options.Threads = 2,

@@ -233,7 +233,7 @@ def all_runs(
     if "pair" in parts:
         pair = [(fetched if pair_gguf else unpacked)(name, folder) for name in ("coder-1.5b", "coder-0.5b")]
         given = ["--target", str(pair[0]), "--drafter", f"model:path={pair[1]}"]
-        commands = [*decoding(given, PROMPT), opened([unpacked(name, folder) for name in ("coder-1.5b", "coder-0.5b")])]
+        commands = [*decoding(given, PROMPT), opened(pair)]
         commands += [benched(given, work / "pair", environments, {})]
         yield from each_run("coder pair", commands, only, limit)
         if only in ("", "serve"):
