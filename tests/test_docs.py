@@ -139,6 +139,14 @@ def test_rows_of_measurements_are_packed_without_a_time_or_a_name():
     assert [path.name for path in packed if path.read_bytes()[3:8] != bytes(5)] == []
 
 
+def test_measurements_name_models_and_texts_without_the_folders_of_one_machine():
+    read = [path for path in MEASURED if path.suffix in (".json", ".md")]
+    assert read
+    absolute = re.compile(r"""["'=\s`]/(?:[\w.-]+/)+[\w.-]+""")
+    found = {path.relative_to(ROOT).as_posix(): absolute.findall(path.read_text(encoding="utf-8")) for path in read}
+    assert {name: paths for name, paths in found.items() if paths} == {}
+
+
 WIDTH = 130
 
 
