@@ -124,8 +124,8 @@ def _applied(lm: LanguageModel, choice: ForwardChoice) -> ForwardChoice:
 def _measured(lm: LanguageModel, candidates: Sequence[Forward], paddings: Sequence[int]) -> ForwardChoice:
     milliseconds: dict[Forward, tuple[float, float]] = {}
     lm.pad_to, slot = paddings[0], lm.open()
-    for turn in range(TURNS if len(candidates) > 1 else 1):
-        for forward in candidates if turn == 0 else list(milliseconds):
+    for _ in range(TURNS if len(candidates) > 1 else 1):
+        for forward in list(milliseconds) or candidates:
             if not _runs_by(lm, forward, alone=len(candidates) == 1):
                 continue
             # One copy of the weights at a time.
