@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 import outrider
 from outrider import InputError, Sampling
+from outrider.core import progress
 from outrider.core.place import place_of
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.lm.fingerprint import weights_of
@@ -105,6 +106,23 @@ def test_the_tokenizer_and_the_config_of_a_file_are_read_once(tmp_path, tokenize
     assert first[0].chat_template == again[0].chat_template
     assert first[0].name_or_path == again[0].name_or_path == str(file)
     assert first[1].to_dict() == again[1].to_dict()
+
+
+def test_unpacking_a_tokenizer_takes_seconds_and_is_shown_by_whoever_asks_for_it(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    file = write_gguf(tmp_path / "m.gguf", tiny("qwen2"), tokenizer, kind="Q8_0")
+    os.utime(file, ns=(0, file.stat().st_mtime_ns - 10**10))
+    read, during = AutoTokenizer.from_pretrained, []
+
+    def noted(place, **options):
+        assert progress._display is not None
+        during.append(["gguf_file" in options, [each.what for each in progress._display.tasks]])
+        return read(place, **options)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", noted)
+    with progress.shown():
+        open_tokenizer(str(file))
+    assert during == [[True, ["unpacking the tokenizer, once"]], [False, []]]
 
 
 def test_weights_that_cannot_be_kept_are_unpacked_all_the_same(tmp_path, tokenizer, monkeypatch):

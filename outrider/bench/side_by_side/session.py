@@ -223,7 +223,8 @@ def measure(
             measurement.outside = {way.name for way in ways if way.outside}
             _take_turns(measurement, place, player, ways, tell)
         measurement.circumstances = place.circumstances
-        finish(measurement, place)
+        with task("the report"):
+            finish(measurement, place)
     return measurement
 
 

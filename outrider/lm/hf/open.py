@@ -27,6 +27,7 @@ from transformers.utils import cached_file, is_accelerate_available
 
 from outrider.core.inputs import needs, shown
 from outrider.core.place import CONFIGS, CheckpointPlace, place_of
+from outrider.core.progress import task
 from outrider.core.ranks import launched
 from outrider.core.types import InputError
 from outrider.host.versions import warn_of_untested
@@ -642,7 +643,7 @@ def _tokenizer_of_gguf(place: CheckpointPlace, file: Path) -> PreTrainedTokenize
     """The tokenizer in a GGUF file. Raises what transformers raises."""
     began, kept = time.time_ns(), unpacked.kept(file, "tokenizer")
     if kept is None:
-        with quick_headers():
+        with task("unpacking the tokenizer, once"), quick_headers():
             tokenizer = AutoTokenizer.from_pretrained(place.folder, gguf_file=place.gguf)
         pad = header(file).values.get(PAD)
         # transformers 5.17 leaves it out.
