@@ -6,10 +6,9 @@ the scales of the sixteen rows as the file has them and then their codes, so tha
 
 Codes in a panel, for each group of 32 weights of a row:
 
-- four bits: four vectors of 64 bytes, in which bits `4 j` to `4 j + 3` of the 16-bit number `2 c + p` of vector `q` are
-  the code of row `c` at `8 q + 2 j + p`;
-- a fifth bit: 64 bytes behind them; the byte of row `c`, parity `p` and half `j // 2` has the bit of `q` and `j` at
-  position `2 q + j % 2`;
+- four bits: four vectors of 64 bytes. The code of row `c` at `8 q + 2 j + p` is in byte `16 (c // 4) + 8 (j // 2) +
+  2 (c % 4) + p` of vector `q`, in the lower four bits for even `j`, otherwise in the upper four;
+- a fifth bit: 64 bytes behind them; the same byte has the bit of `q` and `j` at position `2 q + j % 2`;
 - a fifth and a sixth bit: 128 bytes, 64 for each half of the group, likewise at position `4 (q % 2) + 2 (j % 2)`;
 - eight bits and bfloat16: for each pair of weights, those of row 0, those of row 1, and so on.
 
@@ -199,11 +198,15 @@ def _taken(
     """The panels of some rows, the last one filled up with zeros."""
     chunks = data[rows // PANEL].unflatten(1, (-1, kind.chunk))
     each, taken = torch.arange(len(rows), device=data.device), list[Tensor]()
-    # The sixteen rows have so many bytes in turn.
-    for part, width in zip(_split(kind, chunks), (2, 1, 2 if kind.bits == 8 else 4), strict=True):
-        own = part.reshape(*part.shape[:2], -1, PANEL, width)[each, :, :, rows % PANEL]
-        own = F.pad(own, (0, 0, 0, 0, 0, 0, 0, -len(rows) % PANEL))
-        taken.append(own.unflatten(0, (-1, PANEL)).permute(0, 2, 3, 1, 4).flatten(2))
+    # So many rows have so many times, in turn, so many bytes; then come the next rows.
+    codes = (4, 2, 2) if kind.bits < 8 else (PANEL, 1, kind.bits // 4)
+    for part, turn in zip(_split(kind, chunks), ((PANEL, 1, 2), (PANEL, 1, 1), codes), strict=True):
+        together, times, width = turn
+        turns = part.reshape(*part.shape[:2], -1, PANEL // together, times, together, width)
+        own = turns[each, :, :, rows % PANEL // together, :, rows % together]
+        own = F.pad(own, (0, 0, 0, 0, 0, 0, 0, 0, 0, -len(rows) % PANEL))
+        ordered = own.unflatten(0, (-1, PANEL // together, together)).permute(0, 3, 4, 1, 5, 2, 6)
+        taken.append(ordered.flatten(2))
     return torch.cat(taken, dim=2).flatten(1)
 
 
@@ -293,20 +296,20 @@ def _packed(kind: BlockKind, codes: UInt8[Tensor, "panels 16 blocks codes"]) -> 
         # panel, row, block, pair, the codes of two weights
         pairs = codes.reshape(num_panels, PANEL, num_blocks, kind.weights // 2, -1)
         return pairs.permute(0, 2, 3, 1, 4).flatten(2)
-    # panel, row, block, group, half, q in the half, half of j, j % 2, parity
-    split = codes.reshape(num_panels, PANEL, num_blocks, -1, 2, 2, 2, 2, 2)
+    # panel, row // 4, row % 4, block, group, half, q in the half, half of j, j % 2, parity
+    split = codes.reshape(num_panels, 4, 4, num_blocks, -1, 2, 2, 2, 2, 2)
     low = split[..., 0, :] & 15 | (split[..., 1, :] & 15) << 4
-    packed = [low.permute(0, 2, 3, 4, 5, 1, 7, 6).reshape(num_panels, num_blocks, kind.weights // GROUP, -1)]
+    packed = [low.permute(0, 3, 4, 5, 6, 1, 7, 2, 8).reshape(num_panels, num_blocks, kind.weights // GROUP, -1)]
     if kind.bits > 4:
         width = kind.bits - 4
         high = split >> 4
         if width == 1:
             shifts = torch.arange(8, dtype=torch.uint8).reshape(2, 2, 2)
-            ordered = high.permute(0, 2, 3, 1, 8, 6, 4, 5, 7)
+            ordered = high.permute(0, 3, 4, 1, 7, 2, 9, 5, 6, 8)
             packed.append((ordered << shifts).sum((-3, -2, -1), dtype=torch.uint8).flatten(3))
         else:
             shifts = 2 * torch.arange(4, dtype=torch.uint8).reshape(2, 2)
-            ordered = high.permute(0, 2, 3, 4, 1, 8, 6, 5, 7)
+            ordered = high.permute(0, 3, 4, 5, 1, 7, 2, 9, 6, 8)
             packed.append((ordered << shifts).sum((-2, -1), dtype=torch.uint8).flatten(3))
     return torch.cat(packed, dim=3).flatten(2)
 
@@ -319,18 +322,18 @@ def _unpacked(kind: BlockKind, packed: UInt8[Tensor, "panels blocks bytes"]) -> 
         return pairs.permute(0, 3, 1, 2, 4).flatten(3)
     groups = packed.reshape(num_panels, num_blocks, kind.weights // GROUP, -1)
     low, high = groups.split([256, groups.shape[3] - 256], dim=3)
-    # panel, block, group, half, q in the half, row, parity, half of j
-    nibbles = low.reshape(num_panels, num_blocks, -1, 2, 2, PANEL, 2, 2)
-    codes = torch.stack([nibbles & 15, nibbles >> 4], dim=-1).permute(0, 5, 1, 2, 3, 4, 7, 8, 6)
+    # panel, block, group, half, q in the half, row // 4, half of j, row % 4, parity, j % 2
+    nibbles = low.reshape(num_panels, num_blocks, -1, 2, 2, 4, 2, 4, 2)
+    codes = torch.stack([nibbles & 15, nibbles >> 4], dim=-1)
     if kind.bits == 5:
-        shifts = torch.arange(8, dtype=torch.uint8, device=packed.device).reshape(2, 2, 2)
-        bits = high.reshape(num_panels, num_blocks, -1, PANEL, 2, 2)[..., None, None, None] >> shifts & 1
-        codes = codes | bits.permute(0, 3, 1, 2, 6, 7, 5, 8, 4) << 4
+        shifts = torch.arange(8, dtype=torch.uint8, device=packed.device).reshape(2, 2, 1, 1, 1, 1, 2)
+        bits = high.reshape(num_panels, num_blocks, -1, 1, 1, 4, 2, 4, 2, 1) >> shifts & 1
+        codes = codes | bits << 4
     elif kind.bits == 6:
-        shifts = 2 * torch.arange(4, dtype=torch.uint8, device=packed.device).reshape(2, 2)
-        bits = high.reshape(num_panels, num_blocks, -1, 2, PANEL, 2, 2)[..., None, None] >> shifts & 3
-        codes = codes | bits.permute(0, 4, 1, 2, 3, 7, 6, 8, 5) << 4
-    return codes.flatten(3)
+        shifts = 2 * torch.arange(4, dtype=torch.uint8, device=packed.device).reshape(2, 1, 1, 1, 1, 2)
+        bits = high.reshape(num_panels, num_blocks, -1, 2, 1, 4, 2, 4, 2, 1) >> shifts & 3
+        codes = codes | bits << 4
+    return codes.permute(0, 5, 7, 1, 2, 3, 4, 6, 9, 8).reshape(num_panels, PANEL, num_blocks, -1)
 
 
 def _weights(kind: BlockKind, parts: _Parts) -> Float[Tensor, "rows blocks weights"]:

@@ -25,7 +25,7 @@
 #include <vector>
 
 #if !defined(WITH_AVX512_BF16) && !defined(WITH_AVX2)
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__F16C__)
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__F16C__)
 #define WITH_AVX512_BF16
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
 #define WITH_AMX
@@ -152,15 +152,18 @@ inline void unpack(const uint8_t *codes, float (*tile)[PANEL]) {
         return;
     }
     for (int q = 0; q < 4; q++) {
-        uint32_t low[PANEL], high[PANEL];
-        memcpy(low, codes + 64 * q, 64);
-        if (layout.bits > 4) memcpy(high, codes + (layout.bits == 5 ? 256 : 256 + 64 * (q / 2)), 64);
+        uint16_t low[2][PANEL], high[2][PANEL];
+        for (int half = 0; half < 2; half++)
+            for (int c = 0; c < PANEL; c += 4) {
+                memcpy(low[half] + c, codes + 64 * q + 4 * c + 8 * half, 8);
+                if (layout.bits > 4) memcpy(high[half] + c, codes + (layout.bits == 5 ? 256 : 256 + 64 * (q / 2)) + 4 * c + 8 * half, 8);
+            }
         for (int p = 0; p < 2; p++)
             for (int j = 0; j < 4; j++)
                 for (int c = 0; c < PANEL; c++) {
-                    int code = low[c] >> (16 * p + 4 * j) & 15;
-                    if (layout.bits == 5) code |= (high[c] >> (16 * p + 8 * (j / 2) + 2 * q + j % 2) & 1) << 4;
-                    if (layout.bits == 6) code |= (high[c] >> (16 * p + 8 * (j / 2) + 4 * (q % 2) + 2 * (j % 2)) & 3) << 4;
+                    int code = low[j / 2][c] >> (8 * p + 4 * (j % 2)) & 15;
+                    if (layout.bits == 5) code |= (high[j / 2][c] >> (8 * p + 2 * q + j % 2) & 1) << 4;
+                    if (layout.bits == 6) code |= (high[j / 2][c] >> (8 * p + 4 * (q % 2) + 2 * (j % 2)) & 3) << 4;
                     tile[8 * q + 2 * j + p][c] = float(code - layout.zero);
                 }
     }
@@ -293,13 +296,13 @@ struct Products : Few<Products> {
         group.sum = _mm512_reduce_add_ps(_mm512_add_ps(even, odd));
     }
 
-    // Codes as bfloat16, those of zero subtracted. Codes of 4 and of 5 bits take the first half or all of `low`.
+    // The two bytes of codes as bfloat16, those of zero subtracted. An index has six bits, whatever stands above a code.
     struct Table {
-        alignas(64) uint16_t low[32], high[32];
+        alignas(64) uint8_t lower[64], upper[64];
         Table(int bits, int zero) {
-            for (int i = 0; i < 32; i++) {
-                low[i] = to_bfloat16(float((bits == 4 ? i & 15 : i) - zero));
-                high[i] = to_bfloat16(float(i + 32 - zero));
+            for (int i = 0; i < 64; i++) {
+                const uint16_t code = to_bfloat16(float(i % (1 << bits) - zero));
+                lower[i] = uint8_t(code), upper[i] = uint8_t(code >> 8);
             }
         }
     };
@@ -315,23 +318,32 @@ struct Products : Few<Products> {
         return BY > 0 ? _mm512_slli_epi16(words, BY > 0 ? BY : 0) : _mm512_srli_epi16(words, BY < 0 ? -BY : 0);
     }
 
-    // Two weights of each row: `low` has four bits of their codes, `high` the fifth, or the fifth and the sixth.
+    // A code in each byte, from bit FROM on: four bits of it from the lower (J = 0) or upper half of `low`, the fifth, or
+    // the fifth and the sixth, from `high`.
+    template <int BITS, int FROM, int Q, int J>
+    static __m512i codes_at(__m512i low, __m512i high) {
+        constexpr int FIFTH = FROM + 4, AT = BITS == 5 ? 2 * Q + J : 4 * (Q % 2) + 2 * J;
+        const __m512i four = moved<FROM - 4 * J>(low);
+        if (BITS == 4) return four;
+        return _mm512_ternarylogic_epi64(four, moved<FIFTH - AT>(high), _mm512_set1_epi8((1 << (FROM + BITS)) - (1 << FIFTH)), 0xd8);
+    }
+
+    // Operands of the weights 8 Q + 2 J and 8 Q + 2 J + 4, each with the one behind it.
     template <int KIND, int Q, int J>
-    static __m512bh operand(__m512i low, __m512i high, __m512i first, __m512i second) {
-        constexpr int BITS = layout_of(KIND).bits;
-        // The lowest bit of a code, and its fifth: an index begins at 0, the mantissa of bfloat16 ends before 7.
-        constexpr int FROM = surplus<KIND>() ? 7 - BITS : 0, FIFTH = FROM + 4;
-        constexpr int AT = BITS == 5 ? 8 * (J / 2) + 2 * Q + J % 2 : 8 * (J / 2) + 4 * (Q % 2) + 2 * (J % 2);
-        __m512i code = moved<FROM - 4 * J>(low);
-        // Four bits from below, the others from above.
-        if (BITS > 4)
-            code = _mm512_ternarylogic_epi64(code, moved<FIFTH - AT>(high), _mm512_set1_epi16((1 << (FROM + BITS)) - (1 << FIFTH)), 0xd8);
+    static void operands(__m512i low, __m512i high, __m512i lower_table, __m512i upper_table, __m512bh (&w)[2]) {
+        constexpr int BITS = layout_of(KIND).bits, FROM = surplus<KIND>() ? 7 - BITS : 0;
+        const __m512i code = codes_at<BITS, FROM, Q, J>(low, high);
+        __m512i lower, upper;
         if (surplus<KIND>()) {
-            const __m512i mantissa = _mm512_set1_epi16((1 << 7) - (1 << FROM)), exponent = _mm512_set1_epi16((127 + BITS) << 7);
-            return (__m512bh)_mm512_ternarylogic_epi64(code, mantissa, exponent, 0xea);
+            // The mantissa of bfloat16 has seven bits; the last one of the exponent stands before it.
+            lower = _mm512_ternarylogic_epi64(code, _mm512_set1_epi8((1 << 7) - (1 << FROM)), _mm512_set1_epi8(char((127 + BITS) << 7)), 0xea);
+            upper = _mm512_set1_epi8((127 + BITS) >> 1);
+        } else {
+            lower = _mm512_permutexvar_epi8(code, lower_table);
+            upper = _mm512_permutexvar_epi8(code, upper_table);
         }
-        if (BITS == 6) return (__m512bh)_mm512_permutex2var_epi16(first, code, second);
-        return (__m512bh)_mm512_permutexvar_epi16(code, first);  // reads five bits; of codes of four, the fifth is of no matter
+        w[0] = (__m512bh)_mm512_unpacklo_epi8(lower, upper);
+        w[1] = (__m512bh)_mm512_unpackhi_epi8(lower, upper);
     }
 
     static __m512bh pairs(const uint8_t *codes) {
@@ -340,20 +352,15 @@ struct Products : Few<Products> {
         return _mm512_cvtne2ps_pbh(high, low);
     }
 
-    // Operands of the eight weights from 8 Q on, for each pair of weights.
-    template <int KIND, int Q>
-    static void operands(const uint8_t *codes, __m512i high, __m512i first, __m512i second, __m512bh (&w)[4]) {
+    template <int KIND, int Q, int J>
+    static void operands(const uint8_t *codes, __m512i high, __m512i lower, __m512i upper, __m512bh (&w)[2]) {
         constexpr int BITS = layout_of(KIND).bits;
         if constexpr (BITS == 16) {
-            for (int j = 0; j < 4; j++) w[j] = (__m512bh)_mm512_loadu_si512(codes + 256 * Q + 64 * j);
+            for (int i = 0; i < 2; i++) w[i] = (__m512bh)_mm512_loadu_si512(codes + 256 * Q + 64 * J + 128 * i);
         } else if constexpr (BITS == 8) {
-            for (int j = 0; j < 4; j++) w[j] = pairs(codes + 128 * Q + 32 * j);
+            for (int i = 0; i < 2; i++) w[i] = pairs(codes + 128 * Q + 32 * J + 64 * i);
         } else {
-            const __m512i low = _mm512_loadu_si512(codes + 64 * Q);
-            w[0] = operand<KIND, Q, 0>(low, high, first, second);
-            w[1] = operand<KIND, Q, 1>(low, high, first, second);
-            w[2] = operand<KIND, Q, 2>(low, high, first, second);
-            w[3] = operand<KIND, Q, 3>(low, high, first, second);
+            operands<KIND, Q, J>(_mm512_loadu_si512(codes + 64 * Q), high, lower, upper, w);
         }
     }
 
@@ -391,26 +398,28 @@ struct Products : Few<Products> {
     typedef int32_t __attribute__((may_alias, aligned(2))) Pair;
     static __m512bh pair(const uint16_t *states) { return (__m512bh)_mm512_set1_epi32(*(const Pair *)states); }
 
-    template <int KIND, int Q, int R>
-    static void add(const uint8_t *codes, __m512i high, __m512i first, __m512i second, const uint16_t *x, int64_t stride,
-                    __m512 (&even)[R], __m512 (&odd)[R]) {
-        __m512bh w[4];
-        operands<KIND, Q>(codes, high, first, second, w);
+    template <int KIND, int Q, int J, int R>
+    static void add(const uint8_t *codes, __m512i high, __m512i lower, __m512i upper, const uint16_t *x, int64_t stride, __m512 (&sums)[R]) {
+        __m512bh w[2];
+        operands<KIND, Q, J>(codes, high, lower, upper, w);
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            const uint16_t *pairs = x + r * stride + 8 * Q;
-            even[r] = _mm512_dpbf16_ps(even[r], w[0], pair(pairs));
-            odd[r] = _mm512_dpbf16_ps(odd[r], w[1], pair(pairs + 2));
-            even[r] = _mm512_dpbf16_ps(even[r], w[2], pair(pairs + 4));
-            odd[r] = _mm512_dpbf16_ps(odd[r], w[3], pair(pairs + 6));
-        }
+            for (int r = 0; r < R; r++) sums[r] = _mm512_dpbf16_ps(sums[r], w[i], pair(x + r * stride + 8 * Q + 2 * J + 4 * i));
+    }
+
+    template <int KIND, int Q, int R>
+    static void add(const uint8_t *codes, __m512i high, __m512i lower, __m512i upper, const uint16_t *x, int64_t stride,
+                    __m512 (&even)[R], __m512 (&odd)[R]) {
+        add<KIND, Q, 0, R>(codes, high, lower, upper, x, stride, even);
+        add<KIND, Q, 1, R>(codes, high, lower, upper, x, stride, odd);
     }
 
     template <int KIND, int R>
     static void panel(const uint8_t *data, const States &states, const Group *groups, int64_t first, int64_t local, float (*outputs)[PANEL]) {
         constexpr Layout layout = layout_of(KIND);
         static const Table table(layout.bits, layout.zero);
-        const __m512i low_table = _mm512_load_si512(table.low), high_table = _mm512_load_si512(table.high);
+        const __m512i lower = _mm512_load_si512(table.lower), upper = _mm512_load_si512(table.upper);
         __m512 total[R], even[R], odd[R];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) total[r] = even[r] = odd[r] = _mm512_setzero_ps();
@@ -428,8 +437,8 @@ struct Products : Few<Products> {
                     for (int r = 0; r < R; r++) even[r] = odd[r] = _mm512_setzero_ps();
                 __m512i high = _mm512_setzero_si512();
                 if (layout.bits == 5 || layout.bits == 6) high = _mm512_loadu_si512(codes + 256);
-                add<KIND, 0, R>(codes, high, low_table, high_table, x, stride, even, odd);
-                add<KIND, 1, R>(codes, high, low_table, high_table, x, stride, even, odd);
+                add<KIND, 0, R>(codes, high, lower, upper, x, stride, even, odd);
+                add<KIND, 1, R>(codes, high, lower, upper, x, stride, even, odd);
                 if (KIND == Q6_K) {
                     const __m512 scale = factors.scales(group, 0);
 #pragma GCC unroll 8
@@ -439,8 +448,8 @@ struct Products : Few<Products> {
                     }
                     high = _mm512_loadu_si512(codes + 320);
                 }
-                add<KIND, 2, R>(codes, high, low_table, high_table, x, stride, even, odd);
-                add<KIND, 3, R>(codes, high, low_table, high_table, x, stride, even, odd);
+                add<KIND, 2, R>(codes, high, lower, upper, x, stride, even, odd);
+                add<KIND, 3, R>(codes, high, lower, upper, x, stride, even, odd);
                 const __m512 scale = factors.scales(group, 1), offset = factors.of_sum(group, scale);
                 if (KIND != BF16)
 #pragma GCC unroll 8
@@ -495,18 +504,27 @@ struct Tiles : Products {
 
     static void finish() { configure(0, 0); }
 
+    template <int KIND, int Q>
+    static void unpack(const uint8_t *codes, __m512i high, __m512i lower, __m512i upper, uint8_t *weights) {
+        __m512bh even[2], odd[2];
+        operands<KIND, Q, 0>(codes, high, lower, upper, even);
+        operands<KIND, Q, 1>(codes, high, lower, upper, odd);
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+            _mm512_store_si512(weights + 256 * Q + 128 * i, (__m512i)even[i]);
+            _mm512_store_si512(weights + 256 * Q + 128 * i + 64, (__m512i)odd[i]);
+        }
+    }
+
     template <int KIND>
-    static void unpack(const uint8_t *codes, __m512i first, __m512i second, uint8_t *weights) {
+    static void unpack(const uint8_t *codes, __m512i lower, __m512i upper, uint8_t *weights) {
         __m512i high = _mm512_setzero_si512();
         if (layout_of(KIND).bits == 5 || layout_of(KIND).bits == 6) high = _mm512_loadu_si512(codes + 256);
-        __m512bh w[16];
-        operands<KIND, 0>(codes, high, first, second, reinterpret_cast<__m512bh (&)[4]>(w[0]));
-        operands<KIND, 1>(codes, high, first, second, reinterpret_cast<__m512bh (&)[4]>(w[4]));
+        unpack<KIND, 0>(codes, high, lower, upper, weights);
+        unpack<KIND, 1>(codes, high, lower, upper, weights);
         if (KIND == Q6_K) high = _mm512_loadu_si512(codes + 320);
-        operands<KIND, 2>(codes, high, first, second, reinterpret_cast<__m512bh (&)[4]>(w[8]));
-        operands<KIND, 3>(codes, high, first, second, reinterpret_cast<__m512bh (&)[4]>(w[12]));
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) _mm512_store_si512(weights + 64 * i, (__m512i)w[i]);
+        unpack<KIND, 2>(codes, high, lower, upper, weights);
+        unpack<KIND, 3>(codes, high, lower, upper, weights);
     }
 
     // The products of some states with `DEPTH` weights. Those of even turns use other tiles than those of odd turns.
@@ -543,7 +561,7 @@ struct Tiles : Products {
         constexpr Layout layout = layout_of(KIND);
         constexpr int PARTS = KIND == Q6_K ? 2 : 1, DEPTH = GROUP / PARTS, EACH = layout.weights / GROUP;
         static const Table table(layout.bits, layout.zero);
-        const __m512i low_table = _mm512_load_si512(table.low), high_table = _mm512_load_si512(table.high);
+        const __m512i lower = _mm512_load_si512(table.lower), upper = _mm512_load_si512(table.upper);
         alignas(64) uint8_t weights[RING][PARTS][2 * DEPTH * PANEL];
         alignas(64) float sums[PASS / FEW][RING][PARTS][FEW][PANEL];
         const int64_t num_groups = states.groups();
@@ -554,7 +572,7 @@ struct Tiles : Products {
             if (step < num_groups) {
                 const uint8_t *codes = data + step / EACH * layout.chunk() + PANEL * layout.header + step % EACH * layout.codes();
                 for (int k = 0; k < layout.codes(); k += 64) _mm_prefetch((const char *)codes + k + 4096, _MM_HINT_T0);
-                unpack<KIND>(codes, low_table, high_table, weights[step % RING][0]);
+                unpack<KIND>(codes, lower, upper, weights[step % RING][0]);
             }
             // Compilers do not know that tiles read and write memory.
             __asm__ volatile("" ::: "memory");
@@ -704,19 +722,25 @@ struct Digits : Few<Digits> {
         group.sum = (float(group.high[0] + group.high[1]) * 256 + float(group.low[0] + group.low[1])) * group.unit;
     }
 
+    // The four bytes of each of eight rows, one row behind another: those of even and of odd weights j // 2 in turn.
+    static inline __m256i by_rows(const uint8_t *codes) {
+        const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
+        return _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i *)codes), order);
+    }
+
     // Eight rows of a panel: in byte i of vector 2 q + h, the codes of 8 q + 2 h + 0, 4, 1, 5.
     template <int BITS>
     static inline void unpack_half(const uint8_t *codes, int half, __m256i (&w)[8]) {
         const __m256i mask = _mm256_set1_epi8(15), upper = _mm256_set1_epi8(BITS == 5 ? 0x10 : 0x30);
         __m256i high = mask;
-        if (BITS == 5) high = _mm256_loadu_si256((const __m256i *)(codes + 256 + 32 * half));
+        if (BITS == 5) high = by_rows(codes + 256 + 32 * half);
 #pragma GCC unroll 4
         for (int q = 0; q < 4; q++) {
-            const __m256i low = _mm256_loadu_si256((const __m256i *)(codes + 64 * q + 32 * half));
+            const __m256i low = by_rows(codes + 64 * q + 32 * half);
             w[2 * q] = _mm256_and_si256(low, mask);
             w[2 * q + 1] = _mm256_and_si256(_mm256_srli_epi16(low, 4), mask);
             if (BITS == 4) continue;
-            if (BITS == 6 && q % 2 == 0) high = _mm256_loadu_si256((const __m256i *)(codes + 256 + 32 * q + 32 * half));
+            if (BITS == 6 && q % 2 == 0) high = by_rows(codes + 256 + 32 * q + 32 * half);
 #pragma GCC unroll 2
             for (int h = 0; h < 2; h++) {
                 const int at = BITS == 5 ? 2 * q + h : 4 * (q % 2) + 2 * h;
@@ -764,10 +788,10 @@ struct Digits : Few<Digits> {
     template <int BITS>
     static inline __m256i unpack_vector(const uint8_t *codes, int half, int vector) {
         const int q = vector / 2, h = vector % 2, at = BITS == 5 ? 2 * q + h : 4 * (q % 2) + 2 * h;
-        const __m256i packed = _mm256_loadu_si256((const __m256i *)(codes + 64 * q + 32 * half));
+        const __m256i packed = by_rows(codes + 64 * q + 32 * half);
         const __m256i low = _mm256_and_si256(h ? _mm256_srli_epi16(packed, 4) : packed, _mm256_set1_epi8(15));
         if (BITS == 4) return low;
-        const __m256i high = _mm256_loadu_si256((const __m256i *)(codes + (BITS == 5 ? 256 : 256 + 64 * (q / 2)) + 32 * half));
+        const __m256i high = by_rows(codes + (BITS == 5 ? 256 : 256 + 64 * (q / 2)) + 32 * half);
         const __m256i moved = at < 4 ? _mm256_slli_epi16(high, 4 - at) : _mm256_srli_epi16(high, at - 4);
         return _mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8(BITS == 5 ? 0x10 : 0x30)));
     }
@@ -1102,16 +1126,24 @@ struct Int8 : Few<Int8>, Rounded {
             }
             return;
         }
+        struct Rows {
+            alignas(64) uint8_t order[64];
+            Rows() {
+                for (int i = 0; i < 64; i++) order[i] = uint8_t(8 * (i % 2) + i % 16 / 2);
+            }
+        };
+        static const Rows rows;
+        const __m512i order = _mm512_load_si512(rows.order);
         const __m512i mask = _mm512_set1_epi32(0x0f0f0f0f), upper = _mm512_set1_epi32(BITS == 5 ? 0x10101010 : 0x30303030);
         __m512i high = mask;
-        if (BITS == 5) high = _mm512_loadu_si512(codes + 256);
+        if (BITS == 5) high = _mm512_shuffle_epi8(_mm512_loadu_si512(codes + 256), order);
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i++) {
             const int q = i / 2, h = i % 2, at = BITS == 5 ? 2 * q + h : 4 * (q % 2) + 2 * h;
-            const __m512i low = _mm512_loadu_si512(codes + 64 * q);
+            const __m512i low = _mm512_shuffle_epi8(_mm512_loadu_si512(codes + 64 * q), order);
             w[i] = _mm512_and_si512(h ? _mm512_srli_epi16(low, 4) : low, mask);
             if (BITS == 4) continue;
-            if (BITS == 6) high = _mm512_loadu_si512(codes + 256 + 64 * (q / 2));
+            if (BITS == 6) high = _mm512_shuffle_epi8(_mm512_loadu_si512(codes + 256 + 64 * (q / 2)), order);
             const __m512i moved = at < 4 ? _mm512_slli_epi16(high, at < 4 ? 4 - at : 0) : _mm512_srli_epi16(high, at < 4 ? 0 : at - 4);
             w[i] = _mm512_or_si512(w[i], _mm512_and_si512(moved, upper));
         }

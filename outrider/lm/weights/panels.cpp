@@ -93,30 +93,38 @@ void take(int64_t kind, const Layout &layout, const uint8_t *block, Parts &parts
     }
 }
 
-// Four bytes of bits 0 to 3 of eight codes, and four of `width` bits above them.
-uint32_t low_bits(uint64_t codes) {
-    const uint64_t low = codes & 0x0f0f0f0f0f0f0f0fu, both = low | low >> 12;
-    return (both & 0xff) | (both >> 24 & 0xff00) | (both & 0xff00) << 8 | (both >> 16 & 0xff000000u);
+// Eight codes: bits 0 to 3 of codes 0 to 3 in the first two bytes, of codes 4 to 7 in bytes 4 and 5.
+uint64_t low_bits(uint64_t codes) {
+    const uint64_t low = codes & 0x0f0f0f0f0f0f0f0fu;
+    return low | low >> 12;
 }
 
-uint32_t high_bits(uint64_t codes, int width) {
-    const uint64_t high = codes >> 4 & 0x0303030303030303u, both = high | high >> (16 - width);
-    return (both & 0xff) | (both >> 24 & 0xff00) | (both & 0xff00) << 8 | (both >> 16 & 0xff000000u);
+// Likewise the `width` bits above them.
+uint64_t high_bits(uint64_t codes, int width) {
+    const uint64_t high = codes >> 4 & 0x0303030303030303u;
+    return high | high >> (16 - width);
+}
+
+// The bytes of a row in a vector of a panel.
+void store(uint8_t *vector, int row, uint64_t bytes) {
+    for (int half = 0; half < 2; half++) {
+        const uint16_t two = uint16_t(bytes >> (32 * half));
+        memcpy(vector + 16 * (row / 4) + 8 * half + 2 * (row % 4), &two, 2);
+    }
 }
 
 // The codes of one group of a row, at their places in the group of the panel.
 void place(const uint8_t *codes, int bits, int row, uint8_t *out) {
-    uint32_t high[2] = {0, 0};
+    uint64_t high[2] = {0, 0};
     for (int q = 0; q < 4; q++) {
         uint64_t eight;
         memcpy(&eight, codes + 8 * q, 8);
-        const uint32_t low = low_bits(eight);
-        memcpy(out + (q * PANEL + row) * 4, &low, 4);
+        store(out + 64 * q, row, low_bits(eight));
         if (bits == 5) high[0] |= high_bits(eight, 1) << (2 * q);
         if (bits == 6) high[q / 2] |= high_bits(eight, 2) << (4 * (q % 2));
     }
-    if (bits > 4) memcpy(out + 256 + row * 4, &high[0], 4);
-    if (bits > 5) memcpy(out + 256 + (PANEL + row) * 4, &high[1], 4);
+    if (bits > 4) store(out + 256, row, high[0]);
+    if (bits > 5) store(out + 320, row, high[1]);
 }
 
 void panel_of(int64_t kind, const Layout &layout, const uint8_t *const *rows, int64_t num_blocks, uint8_t *out) {

@@ -70,7 +70,7 @@ inline __m512 setzero_ps() { return each<float, __m512>([](int) { return 0.0f; }
 inline __m512i setzero_si512() { return each<int32_t, __m512i>([](int) { return 0; }); }
 inline __m512 set1_ps(float value) { return each<float, __m512>([=](int) { return value; }); }
 inline __m512i set1_epi32(int32_t value) { return each<int32_t, __m512i>([=](int) { return value; }); }
-inline __m512i set1_epi16(int16_t value) { return each<uint16_t, __m512i>([=](int) { return uint16_t(value); }); }
+inline __m512i set1_epi8(char value) { return each<uint8_t, __m512i>([=](int) { return uint8_t(value); }); }
 inline __m512 load_ps(const void *data) { return load<__m512>(data, true); }
 inline __m512i load_si512(const void *data) { return load<__m512i>(data, true); }
 inline __m512i loadu_si512(const void *data) { return load<__m512i>(data, false); }
@@ -90,6 +90,14 @@ inline __m512 mul_ps(const __m512 &a, const __m512 &b) {
 inline __m512 fmadd_ps(const __m512 &a, const __m512 &b, const __m512 &c) {
     const Floats x = Floats::of(a), y = Floats::of(b), z = Floats::of(c);
     return each<float, __m512>([&](int i) { return std::fma(x.at[i], y.at[i], z.at[i]); });
+}
+inline __m512 fnmadd_ps(const __m512 &a, const __m512 &b, const __m512 &c) {
+    const Floats x = Floats::of(a), y = Floats::of(b), z = Floats::of(c);
+    return each<float, __m512>([&](int i) { return std::fma(-x.at[i], y.at[i], z.at[i]); });
+}
+inline __m512 sub_ps(const __m512 &a, const __m512 &b) {
+    const Floats x = Floats::of(a), y = Floats::of(b);
+    return each<float, __m512>([&](int i) { return x.at[i] - y.at[i]; });
 }
 inline float reduce_add_ps(const __m512 &a) {
     Floats x = Floats::of(a);
@@ -140,10 +148,17 @@ inline __m512i ternarylogic_epi64(const __m512i &a, const __m512i &b, const __m5
         return int32_t(result);
     });
 }
-inline __m512i permutexvar_epi16(const __m512i &index, const __m512i &a) {
-    const Halves at = Halves::of(index), x = Halves::of(a);
-    return each<uint16_t, __m512i>([&](int i) { return x.at[at.at[i] & 31]; });
+inline __m512i permutexvar_epi8(const __m512i &index, const __m512i &a) {
+    const Bytes at = Bytes::of(index), x = Bytes::of(a);
+    return each<uint8_t, __m512i>([&](int i) { return x.at[at.at[i] & 63]; });
 }
+// Bytes of both vectors in turn: of each 16 bytes the first eight, or with `high` the last.
+inline __m512i interleaved(const __m512i &a, const __m512i &b, int high) {
+    const Bytes x = Bytes::of(a), y = Bytes::of(b);
+    return each<uint8_t, __m512i>([&](int i) { return (i % 2 ? y : x).at[i / 16 * 16 + 8 * high + i % 16 / 2]; });
+}
+inline __m512i unpacklo_epi8(const __m512i &a, const __m512i &b) { return interleaved(a, b, 0); }
+inline __m512i unpackhi_epi8(const __m512i &a, const __m512i &b) { return interleaved(a, b, 1); }
 inline __m512i permutex2var_epi16(const __m512i &a, const __m512i &index, const __m512i &b) {
     const Halves x = Halves::of(a), at = Halves::of(index), y = Halves::of(b);
     return each<uint16_t, __m512i>([&](int i) { return (at.at[i] & 32 ? y : x).at[at.at[i] & 31]; });
@@ -255,15 +270,16 @@ inline void dpbf16ps(int sum, int a, int b) {
 #define _mm512_dpbf16_ps emulated::dpbf16_ps
 #define _mm512_dpbusd_epi32 emulated::dpbusd_epi32
 #define _mm512_fmadd_ps emulated::fmadd_ps
+#define _mm512_fnmadd_ps emulated::fnmadd_ps
 #define _mm512_load_ps emulated::load_ps
 #define _mm512_load_si512 emulated::load_si512
 #define _mm512_loadu_si512 emulated::loadu_si512
 #define _mm512_mul_ps emulated::mul_ps
 #define _mm512_or_si512 emulated::or_si512
 #define _mm512_permutex2var_epi16 emulated::permutex2var_epi16
-#define _mm512_permutexvar_epi16 emulated::permutexvar_epi16
+#define _mm512_permutexvar_epi8 emulated::permutexvar_epi8
 #define _mm512_reduce_add_ps emulated::reduce_add_ps
-#define _mm512_set1_epi16 emulated::set1_epi16
+#define _mm512_set1_epi8 emulated::set1_epi8
 #define _mm512_set1_epi32 emulated::set1_epi32
 #define _mm512_set1_ps emulated::set1_ps
 #define _mm512_setzero_ps emulated::setzero_ps
@@ -279,8 +295,11 @@ inline void dpbf16ps(int sum, int a, int b) {
 #define _mm512_store_si512 emulated::store_si512
 #define _mm512_storeu_ps emulated::storeu_ps
 #define _mm512_sub_epi32 emulated::sub_epi32
+#define _mm512_sub_ps emulated::sub_ps
 #undef _mm512_ternarylogic_epi64
 #define _mm512_ternarylogic_epi64 emulated::ternarylogic_epi64
+#define _mm512_unpackhi_epi8 emulated::unpackhi_epi8
+#define _mm512_unpacklo_epi8 emulated::unpacklo_epi8
 #define _mm512_xor_si512 emulated::xor_si512
 #undef _tile_dpbf16ps
 #define _tile_dpbf16ps emulated::dpbf16ps
