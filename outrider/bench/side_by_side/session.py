@@ -33,6 +33,7 @@ from outrider.core.progress import task
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation
+from outrider.host.mapped import release_heap
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.open import open_config, unwrapped
 from outrider.lm.target_info import UNLIMITED
@@ -197,6 +198,8 @@ def measure(
     )
     with folder(plan.out, COMMAND, arguments(measurement, generation)) as place:
         engines = checked(plan, shared, first, measurement)
+        # The gate's float32 copies are gone, but the process holds their memory, and rows tell what it holds.
+        release_heap()
         ways: list[Way] = [
             EngineWay(name=PLAIN, engine=first.plain(keep_warm=True), generation=generation, drafts=False, columns=1),
             *(EngineWay(name=name, engine=engine, generation=generation) for name, engine in engines.items()),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import weakref
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -117,6 +118,27 @@ def test_plain_decoding_keeps_slots_warm_as_configurations_do(plan, monkeypatch)
     monkeypatch.setattr(Engine, "plain", lambda self, **named: kept.append(named) or plain(self, **named))
     measure(plan)
     assert {"keep_warm": True} in kept
+
+
+def test_the_memory_of_the_copies_that_the_gate_made_is_given_back_before_anything_is_measured(plan, monkeypatch):
+    class Copy:
+        pass
+
+    made, alive = [], []
+
+    def passed(engine, time_limit, copies):
+        copies.append(Copy())
+        made.append(weakref.ref(copies[-1]))
+        return "checked"
+
+    monkeypatch.setattr("outrider.bench.side_by_side.session.passed", passed)
+    monkeypatch.setattr(
+        "outrider.bench.side_by_side.session.release_heap", lambda: alive.append([each() is not None for each in made])
+    )
+    monkeypatch.setattr("outrider.bench.side_by_side.session._warm_up", lambda *given: alive.append("the first run"))
+    measure(plan)
+    assert made
+    assert alive[:2] == [[False] * len(made), "the first run"]
 
 
 def test_all_ways_answer_all_requests_with_as_many_tokens(measured):
