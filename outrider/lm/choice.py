@@ -123,20 +123,24 @@ def _applied(lm: LanguageModel, choice: ForwardChoice) -> ForwardChoice:
 @torch.inference_mode()
 def _measured(lm: LanguageModel, candidates: Sequence[Forward], paddings: Sequence[int]) -> ForwardChoice:
     milliseconds: dict[Forward, tuple[float, float]] = {}
-    lm.pad_to, slot = paddings[0], lm.open()
+    lm.pad_to = paddings[0]
     for _ in range(TURNS if len(candidates) > 1 else 1):
         for forward in list(milliseconds) or candidates:
             if not _runs_by(lm, forward, alone=len(candidates) == 1):
                 continue
             # One copy of the weights at a time.
             lm.drop_others()
+            # A kind that runs for the first time is checked in a slot, and there may be a single one.
+            slot = lm.open()
             times = (_milliseconds(lm, slot, 1), _milliseconds(lm, slot, BLOCK))
+            lm.release(slot)
             # What could not be recorded ran eager.
             if not milliseconds or forward != "replayed" or lm.replays:
                 one, block = milliseconds.get(forward, times)
                 milliseconds[forward] = min(one, times[0]), min(block, times[1])
     best = min(milliseconds, key=lambda name: sum(milliseconds[name]))
     lm.run_by(best)
+    slot = lm.open()
     narrow = _narrow(lm, slot, milliseconds) if best == "compiled" else None
     lm.release(slot)
     lm.run_by(best)

@@ -126,6 +126,14 @@ def test_the_fastest_of_eager_and_replayed_forwards_is_taken(monkeypatch, faster
 
 
 @pytest.mark.usefixtures("replaying")
+def test_a_model_with_a_single_slot_is_checked_and_timed() -> None:
+    lm = LanguageModel(llama(), max_slots=1)
+    found = choice.choose(lm, forward=None, pad_to=None)
+    assert list(found.milliseconds) == ["eager", "replayed"]
+    lm.release(lm.open())
+
+
+@pytest.mark.usefixtures("replaying")
 def test_a_disturbance_does_not_hide_the_fastest_kind(monkeypatch) -> None:
     turns: list[str] = []
 
