@@ -158,6 +158,27 @@ def test_forwards_that_cannot_be_recorded_are_not_chosen(monkeypatch, caplog) ->
 
 
 @pytest.mark.usefixtures("replaying")
+@pytest.mark.parametrize(("eager", "replayed", "taken"), [(0.0, 0.05, True), (0.0, 0.12, False), (0.05, 0.12, True)])
+def test_forwards_below_float32_may_round_as_coarsely_as_eager_ones(monkeypatch, eager, replayed, taken) -> None:
+    off, extend = {"eager": eager, "replayed": replayed}, LanguageModel.extend
+
+    def rounded(lm: LanguageModel, segments, **options):
+        output = extend(lm, segments, **options)
+        output.logits[:, 0] += off[lm.forward] * (output.logits.max() - output.logits.min())
+        return output
+
+    lm = LanguageModel(llama())
+    lm.dtype = torch.bfloat16
+    monkeypatch.setattr(LanguageModel, "extend", rounded)
+    if taken:
+        lm.run_by("replayed")
+        assert lm.forward == "replayed"
+    else:
+        with pytest.raises(InputError, match="does not say what the model says"):
+            lm.run_by("replayed")
+
+
+@pytest.mark.usefixtures("replaying")
 def test_replayed_forwards_that_say_something_else_are_not_chosen(monkeypatch, caplog) -> None:
     monkeypatch.setattr(CheckedRecording, "replay", lambda recording: None)
     found = choice.choose(LanguageModel(llama()), forward=None, pad_to=None)
