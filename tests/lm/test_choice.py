@@ -158,13 +158,25 @@ def test_forwards_that_cannot_be_recorded_are_not_chosen(monkeypatch, caplog) ->
 
 
 @pytest.mark.usefixtures("replaying")
-@pytest.mark.parametrize(("eager", "replayed", "taken"), [(0.0, 0.05, True), (0.0, 0.12, False), (0.05, 0.12, True)])
-def test_forwards_below_float32_may_round_as_coarsely_as_eager_ones(monkeypatch, eager, replayed, taken) -> None:
+@pytest.mark.parametrize(
+    ("eager", "replayed", "taken"),
+    [
+        ((0, 0), (0.05, 0.05), True),
+        ((0, 0), (0.12, 0.05), False),
+        ((0.05, 0), (0.12, 0.05), True),
+        ((0.05, 0), (0.12, 0.12), False),
+        ((0.05, 0.05), (0.12, 0.05), False),
+    ],
+)
+def test_forwards_below_float32_are_judged_at_tokens_where_eager_ones_are_near(
+    monkeypatch, eager, replayed, taken
+) -> None:
     off, extend = {"eager": eager, "replayed": replayed}, LanguageModel.extend
 
     def rounded(lm: LanguageModel, segments, **options):
         output = extend(lm, segments, **options)
-        output.logits[:, 0] += off[lm.forward] * (output.logits.max() - output.logits.min())
+        elsewhere = int(segments[0].tokens[0]) != 3
+        output.logits[:, 0] += off[lm.forward][elsewhere] * (output.logits.max() - output.logits.min())
         return output
 
     lm = LanguageModel(llama())
