@@ -29,7 +29,7 @@ app.add_typer(train)
 app.add_typer(pruning.app, name="prune")
 DRAWS = 1000
 """Outputs that `prove` draws where no number is named: enough to see a wrong residual."""
-PROVE_SECONDS, DOCTOR_SECONDS = 300.0, 180.0
+PROVE_SECONDS, DOCTOR_SECONDS = 300.0, 90.0
 """Seconds that `prove` and `doctor` run models where no number is named."""
 MEASURED = ("tree", "verifier", "length", "decoding", "reproducible", "allow_lossy")
 """Options that `doctor` lacks, because it measures chains for every verifier and length."""
@@ -192,7 +192,7 @@ def prove(
     time_limit: Annotated[
         float,
         typer.Option(
-            help="Seconds for what runs the models, about. A large model is checked on fewer tokens; while time is "
+            help="Seconds for the whole command, about. A large model is checked on fewer tokens; while time is "
             "left, outputs are drawn until they can tell something."
         ),
     ] = PROVE_SECONDS,

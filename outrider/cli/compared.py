@@ -15,7 +15,9 @@ from outrider.engine.prompts import Prompt
 from outrider.proof.gate import gate
 
 ROUNDS = 3
-"""How often the ways of a comparison are timed."""
+"""How often the ways of a comparison are timed, at most."""
+TIME_LIMIT = 120.0
+"""Seconds of a comparison after which no new round begins."""
 
 
 def compared(engine: Engine, prompts: Sequence[Prompt], settings: Sampling, max_new_tokens: int) -> dict[str, Any]:
@@ -24,12 +26,14 @@ def compared(engine: Engine, prompts: Sequence[Prompt], settings: Sampling, max_
         gate(engine)
         asked = [engine.encode(prompt) for prompt in prompts]
         generation = Generation(max_new_tokens=max_new_tokens, sampling=settings)
-        return figures(compare(engine, asked, generation, rounds=ROUNDS))
+        return figures(compare(engine, asked, generation, rounds=ROUNDS, time_limit=TIME_LIMIT))
 
 
 def print_comparison(comparison: Mapping[str, Any]) -> None:
     """Print the result of `compared`."""
-    rates = table(("configuration", "tokens/s"), f"measured side by side, medians of {ROUNDS} interleaved runs")
+    rounds = comparison["rounds"]
+    runs = "one run of each" if rounds == 1 else f"medians of {rounds} interleaved runs"
+    rates = table(("configuration", "tokens/s"), f"measured side by side, {runs}")
     for name, rate in comparison["tokens_per_second"].items():
         rates.add_row(name, f"{rate:.1f}")
     console = Console(stderr=True, highlight=False, soft_wrap=True)

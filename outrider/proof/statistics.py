@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.core.deadline import Deadline
+from outrider.core.deadline import ENDLESS, Deadline
 from outrider.core.progress import task
 from outrider.core.types import Request, Sampling
 from outrider.decoding.protocol import Cycle, Parts
@@ -33,6 +33,8 @@ FACTORS = (2, 4, 8, 16, 32, 64)
 """How many times as many outputs are drawn where those that were asked for tell too little."""
 AT_ONCE = 2
 """Draws between two looks at the clock, in units of what runs at once."""
+DRAWING = 0.6
+"""What part of the time outputs are drawn in. To judge them takes the rest: a forward over each, beside its plan."""
 LONGEST = 6
 """Most tokens of an output that are looked at."""
 TEMPERATURES = (0.7, 1.0, 1.5, 2.0, 3.0, 5.0)
@@ -172,9 +174,10 @@ def sampled_law(
     Args:
         num_draws: How many outputs to draw.
         temperature: None takes, for each prompt, one at which enough outputs can be told apart.
-        until: No more are drawn then. If time is left, the draws tell too little and more would tell enough, more are
-            drawn. None draws the number that was asked for.
+        until: When the test ends, about; outputs are drawn in a part of the time. If time is left, the draws tell too
+            little and more would tell enough, more are drawn. None draws the number that was asked for.
     """
+    drawing = (until or ENDLESS).part(DRAWING)
     prompts = prompts[: max(1, num_draws // LEAST_DRAWS)]
     length = min(_length(engine, prompt) for prompt in prompts)
     engine.rest()
@@ -202,10 +205,10 @@ def sampled_law(
                 for number in range(len(outputs), len(outputs) + count)
             ]
             outputs += run_watched(engine, requests, watcher.look, lambda output: bar.advance())
-            if len(outputs) == wanted or (until is not None and until.passed):
+            if len(outputs) == wanted or drawing.passed:
                 samples = _judged(engine, prompts, settings, outputs, watcher, length)
                 more = 0
-                if until is not None and not until.passed and samples.verdict == "inconclusive":
+                if until is not None and not drawing.passed and samples.verdict == "inconclusive":
                     more = _enough(engine, prompts, settings, samples, length)
                 if not more:
                     return samples

@@ -2,10 +2,14 @@
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
 
+from outrider.cli import prove as cli
+from outrider.cli.opened import opened
+from outrider.proof.pair import prove as proven
 from tests.cli.runs import done, refused, run
 from tests.world.models import llama
 
@@ -30,6 +34,24 @@ def test_samples_that_fit_come_with_their_degrees_of_freedom(capsys, monkeypatch
     assert samples["degrees"] >= 10
     assert 0 < samples["num_accepted_tokens"] < samples["num_draft_tokens"]
     assert len(samples["temperatures"]) == 2
+
+
+def test_the_time_that_is_given_includes_the_loading(capsys, monkeypatch, pair):
+    found: list[float] = []
+
+    def load(setup):
+        found.append(time.monotonic())
+        return opened(setup)
+
+    def prove_until(engine, num_draws, temperature, seed, until):
+        found.append(until.at)
+        return proven(engine, num_draws, temperature, seed, until)
+
+    monkeypatch.setattr(cli, "opened", load)
+    monkeypatch.setattr(cli, "proven", prove_until)
+    done(monkeypatch, capsys, "prove", *pair, "--num-draws", "0", "--time-limit", "1")
+    began, until = found
+    assert until <= began + 1
 
 
 def test_people_read_the_degrees_of_freedom_too(capsys, monkeypatch, pair):

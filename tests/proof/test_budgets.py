@@ -1,6 +1,7 @@
 """Checks with little time say something true of fewer tokens, and draws go on while they tell nothing."""
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
@@ -84,6 +85,13 @@ def test_draws_go_on_while_they_tell_nothing_and_time_is_left(engine, prompts):
     assert more.test.num_draws > 8
     none = sampled_law(engine, prompts, 10**6, temperature=1.0, until=OVER)
     assert 0 < none.test.num_draws < 100
+
+
+def test_draws_leave_time_to_judge_them(engine, prompts):
+    looks = count()
+    sampled_law(engine, prompts, 10**6, temperature=1.0, until=Deadline(at=30, clock=lambda: next(looks)))
+    # The clock goes on by a second for each look at it. It is looked at after every few draws, and never behind them.
+    assert 15 <= next(looks) <= 20
 
 
 def test_no_time_is_spent_on_draws_that_cannot_tell_more(engine, prompts):

@@ -1,6 +1,7 @@
 """A session of one group: an engine that is loaded already, beside what drafts nothing on the same prompts."""
 
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,14 @@ SPECULATIVE = "speculative"
 """The name of the engine that is compared."""
 
 
-def compare(engine: Engine, prompts: Sequence[Sequence[int]], generation: Generation, *, rounds: int) -> Measurement:
+def compare(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    generation: Generation,
+    *,
+    rounds: int,
+    time_limit: float | None = None,
+) -> Measurement:
     """Answer all prompts in each turn: by the engine, by plain decoding, and by transformers' own `generate`.
 
     Plain decoding is also measured with padded forwards, where the target pads them. transformers takes part where one
@@ -35,6 +43,8 @@ def compare(engine: Engine, prompts: Sequence[Sequence[int]], generation: Genera
         engine: It has passed the gate.
         prompts: Token ids.
         generation: What is asked of each request. An answer ends at the end of the context.
+        rounds: How often everything is answered in every way.
+        time_limit: Seconds after which no new round begins; the first one is always whole.
     """
     target: Any = engine.parts.target
     room, sampling = target.max_context, generation.sampling or engine.sampling
@@ -72,7 +82,8 @@ def compare(engine: Engine, prompts: Sequence[Sequence[int]], generation: Genera
     )
     player = Player(encoder=encoder, max_new_tokens=generation.max_new_tokens, room=room)
     place, group = Folder(None, COMMAND, {}), Group(number=0, conversations=conversations)
-    under_load(measurement, place, player, ways, load, [group], SessionClock(until=None))
+    until = None if time_limit is None else time.monotonic() + time_limit
+    under_load(measurement, place, player, ways, load, [group], SessionClock(until=until))
     measurement.circumstances = place.circumstances
     return measurement
 
@@ -96,7 +107,7 @@ def ways_of(engine: Engine, generation: Generation, *, alone: bool) -> list[Way]
 
 
 def figures(measurement: Measurement) -> dict[str, Any]:
-    """The speedup over the fastest way that drafts nothing, its name, and each way's tokens per second.
+    """The speedup over the fastest way that drafts nothing, its name, the rounds, and each way's tokens per second.
 
     Raises:
         InputError: Nothing was generated.
@@ -107,4 +118,5 @@ def figures(measurement: Measurement) -> dict[str, Any]:
         raise InputError("nothing was generated that could be compared; give other prompts")
     rows = {way: units(of_way(measurement.rows, way, load.name)) for way in measurement.ways}
     rates = {way: rate(way_rows) for way, way_rows in rows.items() if way_rows}
-    return {"speedup": verdict.speedup.value, "plain": verdict.baseline, "tokens_per_second": rates}
+    rounds = len({row["round"] for row in measurement.rows})
+    return {"speedup": verdict.speedup.value, "plain": verdict.baseline, "rounds": rounds, "tokens_per_second": rates}

@@ -42,6 +42,12 @@ def test_all_ways_say_as_many_tokens_and_transformers_takes_its_turns_where_it_i
     assert {row["requests"] for row in several.rows} == {2}
 
 
+def test_a_comparison_whose_time_is_over_ends_with_the_round_that_it_is_in(engine):
+    found = compare(engine, [engine.encode("Once upon a time")], greedy(2), rounds=3, time_limit=0.0)
+    assert {(row["method"], row["round"]) for row in found.rows} == {(way, 0) for way in found.ways}
+    assert figures(found)["rounds"] == 1
+
+
 def test_forwards_that_are_padded_are_a_way_of_their_own(engine):
     engine.parts.target.pad_to = 2
     try:
