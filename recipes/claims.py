@@ -27,7 +27,12 @@ MEASUREMENTS = ROOT / "measurements"
 VERDICTS = {True: "yes", False: "no", None: "undecided"}
 TRAINED = "trained"
 """Stands for the draft model of a run that trains drafters itself."""
-PAIRS = {"draft": "embedded pair", "small_draft": "small pair", TRAINED: "drafters of the embedded target"}
+PAIRS = {
+    "draft": "embedded pair",
+    "small_draft": "small pair",
+    "coder-0.5b.gguf": "Qwen2.5-Coder 1.5B and 0.5B",
+    TRAINED: "drafters of the embedded target",
+}
 """The page's name for each pair, by the name of its draft model."""
 GAIN = "% of "
 """Beginning of the units of gains in percent. The page does not repeat them for every claim."""

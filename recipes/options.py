@@ -12,7 +12,7 @@ import typer
 from outrider.core.types import InputError
 
 Target = Annotated[str | None, typer.Option(help="Directory or hub id of the target; by default the embedded one.")]
-Draft = Annotated[Path, typer.Option(help="Directory of the draft model.")]
+Draft = Annotated[Path, typer.Option(help="Directory or GGUF file of the draft model.")]
 Prompts = Annotated[Path, typer.Option(help="JSON lines with `id`, `category`, and `prompt` or `turns`.")]
 Out = Annotated[
     Path | None, typer.Option(help="Folder for rows, tables, plots and circumstances; without it nothing is written.")

@@ -63,8 +63,8 @@ class Setting:
         for name in ("num_prompts", "seeds", "max_new_tokens", "threads"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if not (self.draft / "config.json").is_file():
-            raise InputError(f"{self.draft} is not a model's directory: it has no config.json")
+        if not ((self.draft / "config.json").is_file() or (self.draft.suffix == ".gguf" and self.draft.is_file())):
+            raise InputError(f"{self.draft} is not a model's directory: it has no config.json, and is no GGUF file")
 
     @property
     def about(self) -> str:
