@@ -1,7 +1,7 @@
 // Products of states with packed weights, and rows of packed weights. `blocks.py` says how panels are laid out.
 //
-// A thread owns panels of 16 outputs. It unpacks the codes of a group of 32 weights once and uses them for up to eight
-// states. Each state has sums of its own, which are added in one fixed order, so its outputs do not depend on the other
+// A thread computes panels of 16 outputs: its share, and then what others have left of theirs. It unpacks the codes of a
+// group of 32 weights once and uses them for up to eight states. Each state has sums of its own, which are added in one fixed order, so its outputs do not depend on the other
 // states or on the number of threads.
 //
 // Products of bfloat16 states:
@@ -19,6 +19,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -63,6 +64,8 @@ namespace {
 
 constexpr int PANEL = 16, GROUP = 32, MOST = 8;   // rows of a panel, weights of a group, states of one pass
 constexpr int64_t CHUNK = 64, ALONE = 1 << 14;    // states between two passes over a panel; weights for one thread
+constexpr int64_t MOST_SHARES = 64;               // threads that take each other's panels
+constexpr int64_t OWN_BYTES = 1 << 14, OTHERS_BYTES = 1 << 13;  // of what a thread takes at once
 enum Type { FLOAT32 = 0, BFLOAT16 = 1 };
 enum Kind { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30 };
 
@@ -1375,6 +1378,28 @@ void run(const Matrix &matrix, int64_t number, const States &states, const typen
 #undef CASE
 }
 
+// The panels of a thread that nobody has taken yet. It takes them from the first one on, others from the last one on.
+class alignas(64) Share {
+    std::atomic<uint64_t> range{0};  // the first one, and in the lower half the one behind the last
+
+    static uint64_t both(int64_t first, int64_t end) { return uint64_t(first) << 32 | uint64_t(end); }
+
+  public:
+    void set(int64_t first, int64_t end) { range.store(both(first, end), std::memory_order_relaxed); }
+
+    // Takes at most `most` of the first or the last panels. Returns how many, and the first of them in `from`.
+    int64_t take(int64_t most, bool last, int64_t &from) {
+        uint64_t now = range.load(std::memory_order_relaxed);
+        while (true) {
+            const int64_t first = int64_t(now >> 32), end = int64_t(uint32_t(now)), count = std::min(most, end - first);
+            if (count <= 0) return 0;
+            from = last ? end - count : first;
+            const uint64_t rest = last ? both(first, from) : both(first + count, end);
+            if (range.compare_exchange_weak(now, rest, std::memory_order_relaxed)) return count;
+        }
+    }
+};
+
 // Multiplies the states with those matrices that the kernel takes.
 template <class Kernel>
 void multiply(const std::vector<Matrix> &all, const States &states, const Output &output) {
@@ -1391,6 +1416,12 @@ void multiply(const std::vector<Matrix> &all, const States &states, const Output
     static thread_local std::vector<typename Kernel::Group> kept;
     if (int64_t(kept.size()) < num_groups) kept.resize(num_groups);
     typename Kernel::Group *groups = kept.data();
+    Share shares[MOST_SHARES];
+    const int64_t num_shares = std::min<int64_t>(omp_get_max_threads(), MOST_SHARES);
+    for (int64_t i = 0; i < num_shares; i++) shares[i].set(num_panels * i / num_shares, num_panels * (i + 1) / num_shares);
+    const Layout layout = layout_of(int(matrices[0].kind));
+    const int64_t panel_bytes = states.features / layout.weights * layout.chunk();
+    const int64_t own = std::max<int64_t>(1, OWN_BYTES / panel_bytes), others = std::max<int64_t>(1, OTHERS_BYTES / panel_bytes);
 #pragma omp parallel if (num_panels * PANEL * states.features * std::min(states.rows, CHUNK) > ALONE)
     for (int64_t begin = 0; begin < states.rows; begin += CHUNK) {
         const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
@@ -1401,10 +1432,28 @@ void multiply(const std::vector<Matrix> &all, const States &states, const Output
                 Kernel::prepare(states, begin + i / states.groups(), i % states.groups(), groups[i]);
 #pragma omp barrier
         }
-        for (int64_t p = num_panels * thread / threads; p < num_panels * (thread + 1) / threads; p++) {
-                const size_t i = std::upper_bound(before.begin(), before.end(), p) - before.begin() - 1;
-                const Matrix &matrix = matrices[i];
-                run<Kernel>(matrix, p - before[i], states, groups, begin, end, output);
+        const auto matrix_of = [&](int64_t p) { return std::upper_bound(before.begin(), before.end(), p) - before.begin() - 1; };
+        const auto compute = [&](int64_t from, int64_t count) {
+            for (int64_t p = from; p < from + count; p++) {
+                const int64_t i = matrix_of(p);
+                run<Kernel>(matrices[i], p - before[i], states, groups, begin, end, output);
+            }
+        };
+        // Kernels fetch what comes behind what they read, but not where they begin.
+        const auto fetch = [&](int64_t p) {
+            const int64_t i = matrix_of(p);
+            const Layout layout = layout_of(int(matrices[i].kind));
+            const uint8_t *panel = matrices[i].data + (p - before[i]) * (states.features / layout.weights) * layout.chunk();
+            for (int k = 0; k < 2048; k += 64) __builtin_prefetch(panel + k);
+        };
+        if (states.rows > CHUNK || threads > num_shares) {
+            const int64_t from = num_panels * thread / threads;
+            compute(from, num_panels * (thread + 1) / threads - from);
+        } else {
+            int64_t from = 0, count;
+            while ((count = shares[thread].take(own, false, from)) > 0) compute(from, count);
+            for (int64_t i = 1; i < num_shares; i++)
+                while ((count = shares[(thread + i) % num_shares].take(others, true, from)) > 0) fetch(from), compute(from, count);
         }
         if (end == states.rows) Kernel::finish();
     }
