@@ -1,8 +1,8 @@
 // Products of states with packed weights, and rows of packed weights. `blocks.py` says how panels are laid out.
 //
 // A thread computes panels of 16 outputs: its share, and then what others have left of theirs. It unpacks the codes of a
-// group of 32 weights once and uses them for up to eight states. Each state has sums of its own, which are added in one fixed order, so its outputs do not depend on the other
-// states or on the number of threads.
+// group of 32 weights once and uses them for up to eight states. Each state has sums of its own, which are added in one
+// fixed order, so its outputs do not depend on the other states, on the number of threads or on who computes what.
 //
 // Products of bfloat16 states:
 // - with AVX-512 and its instructions for bfloat16: codes are exact in bfloat16, products are added in float32. With AMX
@@ -1420,7 +1420,7 @@ void multiply(const std::vector<Matrix> &all, const States &states, const Output
     const int64_t num_shares = std::min<int64_t>(omp_get_max_threads(), MOST_SHARES);
     for (int64_t i = 0; i < num_shares; i++) shares[i].set(num_panels * i / num_shares, num_panels * (i + 1) / num_shares);
     const Layout layout = layout_of(int(matrices[0].kind));
-    const int64_t panel_bytes = states.features / layout.weights * layout.chunk();
+    const int64_t panel_bytes = std::max<int64_t>(1, states.features / layout.weights * layout.chunk());
     const int64_t own = std::max<int64_t>(1, OWN_BYTES / panel_bytes), others = std::max<int64_t>(1, OTHERS_BYTES / panel_bytes);
 #pragma omp parallel if (num_panels * PANEL * states.features * std::min(states.rows, CHUNK) > ALONE)
     for (int64_t begin = 0; begin < states.rows; begin += CHUNK) {
