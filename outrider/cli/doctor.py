@@ -53,7 +53,7 @@ class DoctorOptions(CheckedOptions):
     temperature: float = option(least=0)
     num_tokens: int = option(least=LEAST_TEXT)
     rounds: int = option(least=0)
-    time_limit: float = option(90.0, above=0, finite=False, note=" seconds")
+    time_limit: float = option(above=0, finite=False, note=" seconds")
 
 
 def doctor(setup: Setup, plan: DoctorOptions, *, text: Path | None, as_json: bool) -> None:

@@ -75,6 +75,7 @@ struct Layout {
     bool offsets;  // whether a weight is more than a scale times a code
     constexpr int codes() const { return PANEL * GROUP * bits / 8; }  // bytes of a group
     constexpr int chunk() const { return PANEL * header + weights / GROUP * codes(); }
+    constexpr int64_t panel(int64_t features) const { return features / weights * chunk(); }  // bytes of a panel
 };
 
 constexpr Layout layout_of(int kind) {
@@ -1357,7 +1358,7 @@ template <class Kernel, int KIND>
 void passes(const Matrix &matrix, int64_t number, const States &states, const typename Kernel::Group *groups,
             int64_t begin, int64_t end, const Output &output) {
     constexpr Layout layout = layout_of(KIND);
-    const uint8_t *data = matrix.data + number * (states.features / layout.weights) * layout.chunk();
+    const uint8_t *data = matrix.data + number * layout.panel(states.features);
     for (int64_t row = begin; row < end; row += Kernel::PASS) {
         alignas(64) float outputs[Kernel::PASS][PANEL];
         const int count = int(std::min<int64_t>(end - row, Kernel::PASS));
@@ -1419,8 +1420,7 @@ void multiply(const std::vector<Matrix> &all, const States &states, const Output
     Share shares[MOST_SHARES];
     const int64_t num_shares = std::min<int64_t>(omp_get_max_threads(), MOST_SHARES);
     for (int64_t i = 0; i < num_shares; i++) shares[i].set(num_panels * i / num_shares, num_panels * (i + 1) / num_shares);
-    const Layout layout = layout_of(int(matrices[0].kind));
-    const int64_t panel_bytes = std::max<int64_t>(1, states.features / layout.weights * layout.chunk());
+    const int64_t panel_bytes = std::max<int64_t>(1, layout_of(int(matrices[0].kind)).panel(states.features));
     const int64_t own = std::max<int64_t>(1, OWN_BYTES / panel_bytes), others = std::max<int64_t>(1, OTHERS_BYTES / panel_bytes);
 #pragma omp parallel if (num_panels * PANEL * states.features * std::min(states.rows, CHUNK) > ALONE)
     for (int64_t begin = 0; begin < states.rows; begin += CHUNK) {
@@ -1442,8 +1442,7 @@ void multiply(const std::vector<Matrix> &all, const States &states, const Output
         // Kernels fetch what comes behind what they read, but not where they begin.
         const auto fetch = [&](int64_t p) {
             const int64_t i = matrix_of(p);
-            const Layout layout = layout_of(int(matrices[i].kind));
-            const uint8_t *panel = matrices[i].data + (p - before[i]) * (states.features / layout.weights) * layout.chunk();
+            const uint8_t *panel = matrices[i].data + (p - before[i]) * layout_of(int(matrices[i].kind)).panel(states.features);
             for (int k = 0; k < 2048; k += 64) __builtin_prefetch(panel + k);
         };
         if (states.rows > CHUNK || threads > num_shares) {
