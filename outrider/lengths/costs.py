@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,12 @@ Lines = dict[int, Float[np.ndarray, " lengths"]]
 """Values by length, for ascending numbers of requests."""
 PARTS = ("target", "drafter", "rest")
 """What a step consists of: fields of `StepCost`."""
+CHANCE = 0.05
+"""Drafts are made unless a gain is less likely by acceptance. By the errors of the costs a loss must be less likely."""
+Z_SCORE = NormalDist().inv_cdf(1 - CHANCE)
+"""So many standard errors of the costs drafts must gain: 1.645."""
+LEAST_DOUBT = 0.04
+"""Least standard error of costs: measurements that were made minutes apart differ by more than their repeats."""
 USUAL = 16
 """Lengths of drafts whose costs are worked out together."""
 
@@ -83,6 +90,7 @@ class CostTable:
         kept: Whether the table is kept on this machine, so that another process reads the same one.
         busy: Whether other processes took the cores meanwhile.
         measured: When it was measured, in seconds since 1970; None if that is not known.
+        measurements: Of how many measurements it is the mean.
 
     Raises:
         ValueError: A row without a time, or no number of requests with a plain step and a longer one.
@@ -100,6 +108,7 @@ class CostTable:
     kept: bool = False
     busy: bool = False
     measured: float | None = field(default=None, compare=False)
+    measurements: int = 1
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -126,11 +135,13 @@ class CostTable:
             doubt=float(values["doubt"]),
             unsteady=float(values["unsteady"]),
             measured=None if measured is None else float(measured),
+            measurements=int(values.get("measurements", 1)),
         )
 
     def values(self) -> dict[str, Any]:
         """The table as values of JSON. Whether it is kept or was disturbed is not among them."""
-        numbers = {name: getattr(self, name) for name in ("catch_up", "doubt", "unsteady", "measured")}
+        names = ("catch_up", "doubt", "unsteady", "measured", "measurements")
+        numbers = {name: getattr(self, name) for name in names}
         return {"rows": [asdict(row) for row in self.rows], **numbers}
 
     def combined(self, earlier: "CostTable") -> "CostTable":
@@ -155,7 +166,23 @@ class CostTable:
             row, other, share = mine[kind], others[kind].times(speed), weight / (weight + their_weight)
             parts = {part: share * getattr(row, part) + (1 - share) * getattr(other, part) for part in PARTS}
             rows[kind] = replace(row, **parts)
-        return replace(self, rows=tuple(rows.values()), doubt=1 / math.sqrt(weight + their_weight))
+        return replace(
+            self,
+            rows=tuple(rows.values()),
+            doubt=1 / math.sqrt(weight + their_weight),
+            measurements=self.measurements + earlier.measurements,
+        )
+
+    @property
+    def margin(self) -> float:
+        """How much faster than a plain step drafts must seem by these costs.
+
+        Example:
+            >>> table = CostTable.of_formula(lambda requests, length: requests + length)
+            >>> round(table.margin, 3), round(replace(table, doubt=0.1).margin, 3)
+            (0.066, 0.164)
+        """
+        return Z_SCORE * max(LEAST_DOUBT, self.doubt)
 
     @property
     def context(self) -> int:

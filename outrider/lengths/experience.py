@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.core.types import Request, Step
 from outrider.host import remembered
-from outrider.lengths.acceptance import Counts
+from outrider.lengths.acceptance import PRIOR, Counts
 from outrider.lengths.costs import CostTable
 from outrider.trees.protocol import Tree
 
@@ -21,6 +21,8 @@ FIRST_SAVE, SAVE = 8, 1024
 PAUSE, MOST_DOUBT = 600.0, 0.1
 """Least seconds between two measurements of the costs; and the standard error above which they are measured again,
 because drafts then have to gain too much."""
+SETTLED = 3
+"""Costs by which drafts lose are measured so often before they are believed: one measurement tells of one moment."""
 SMOOTH, OFF, DISTURBED = 64, 1.5, 2.5
 """Over how many steps the time of steps is averaged, by what factor it is off when the costs are measured again, and as
 what factor one disturbed step counts at most."""
@@ -97,6 +99,7 @@ class Experience:
         self._began = time.monotonic()
         self._log_drift = 0.0
         self._next_save = FIRST_SAVE
+        self._recalled_gain: float | None = None
         self._of_copies: Experience | None = None
 
     @classmethod
@@ -106,6 +109,8 @@ class Experience:
         if kept is not None:
             try:
                 experience.greedy, experience.sampled = _recalled(kept["greedy"]), _recalled(kept["sampled"])
+                gain = kept.get("gain")
+                experience._recalled_gain = None if gain is None else float(gain)
             except (KeyError, TypeError, ValueError, OverflowError):
                 return cls(costs, key=key)
         return experience
@@ -115,8 +120,21 @@ class Experience:
         """Whether the costs must be measured anew, as soon as no request runs."""
         if self._due or self.costs is None:
             return self._due
-        off = abs(self._log_drift) > math.log(OFF) or self.costs.doubt > MOST_DOUBT
+        off = abs(self._log_drift) > math.log(OFF) or self.costs.doubt > MOST_DOUBT or self.unsettled
         return off and time.monotonic() - self._began > PAUSE
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether drafts gain too little by costs that were measured fewer than `SETTLED` times, though most were
+        accepted or none was tried.
+        """
+        gain = self._recalled_gain if self.state.gain is None else self.state.gain
+        if self.costs is None or gain is None or gain > self.costs.margin or self.costs.measurements >= SETTLED:
+            return False
+        pools = (self.greedy, self.sampled)
+        asked, found = (sum(sum(getattr(pool, name)[:1]) for pool in pools) for name in ("tested", "accepted"))
+        tested, accepted = (sum(sum(getattr(pool, name)[1:]) for pool in pools) for name in ("tested", "accepted"))
+        return found * accepted >= PRIOR * asked * tested
 
     @property
     def cost_drift(self) -> float:
@@ -183,7 +201,8 @@ class Experience:
         if self._of_copies is not None:
             self._of_copies.save()
         if self._key is not None:
-            remembered.write(RECORD, self._key, {"greedy": asdict(self.greedy), "sampled": asdict(self.sampled)})
+            counts = {"greedy": asdict(self.greedy), "sampled": asdict(self.sampled)}
+            remembered.write(RECORD, self._key, {**counts, "gain": self.state.gain})
 
 
 def _recalled(kept: Mapping[str, Any]) -> Counts:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import NormalDist
 from typing import ClassVar
 
 import numpy as np
@@ -19,17 +18,11 @@ from outrider.lengths.acceptance import (
     promised_tokens,
     width_of,
 )
-from outrider.lengths.costs import CostTable
+from outrider.lengths.costs import CHANCE, LEAST_DOUBT, Z_SCORE
 from outrider.lengths.experience import Experience, LengthChoice, PolicyState
 from outrider.lengths.sized_tree import SizedTree
 from outrider.trees.protocol import Level, RankedTree
 
-CHANCE = 0.05
-"""Drafts are made unless a gain is less likely by acceptance. By the errors of the costs a loss must be less likely."""
-Z_SCORE = NormalDist().inv_cdf(1 - CHANCE)
-"""So many standard errors of the costs drafts must gain: 1.645."""
-LEAST_DOUBT = 0.04
-"""Least standard error of costs: measurements that were made minutes apart differ by more than their repeats."""
 HOLD = 8
 """For how many steps a choice that is certain holds for the same requests."""
 NEAR = 0.99
@@ -191,24 +184,13 @@ class GoodputLength(CheckedOptions):
         seen = "none was tested yet" if tested == 0 else f"{accepted / tested:.0%} of draft tokens were accepted so far"
         if found < 0.99 * asked:
             seen = f"the drafter found a draft in {found / asked:.0%} of the steps that looked for one"
-        if gain > margin_of(costs):
+        if gain > costs.margin:
             return seen
         unsure = costs.doubt > LEAST_DOUBT
         because = ", because the costs of this machine are uncertain," if unsure else ""
         advice = "; measure again with `outrider prepare`" if unsure else ""
         seems = f"gain {gain:.0%}" if gain > 0 else f"lose {-gain:.0%}"
-        return f"drafts would have to gain {margin_of(costs):.0%}{because} and seem to {seems} ({seen}){advice}"
-
-
-def margin_of(costs: CostTable) -> float:
-    """How much faster than a plain step drafts must seem by these costs.
-
-    Example:
-        >>> costs = CostTable.of_formula(lambda requests, length: requests + length)
-        >>> round(margin_of(costs), 3), round(margin_of(replace(costs, doubt=0.1)), 3)
-        (0.066, 0.164)
-    """
-    return Z_SCORE * max(LEAST_DOUBT, costs.doubt)
+        return f"drafts would have to gain {costs.margin:.0%}{because} and seem to {seems} ({seen}){advice}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +226,7 @@ def _prices(
     return _Prices(
         steps=steps,
         missed=experience.costs.missed(len(states), sampled=draws, context=context),
-        margin=margin_of(experience.costs),
+        margin=experience.costs.margin,
     )
 
 

@@ -26,6 +26,9 @@ ones.
 def experience_of(parts: Parts, *, max_slots: int, probe: bool) -> Experience:
     """What a new engine knows: kept or newly measured costs, and the acceptance that earlier processes saw.
 
+    Where drafts seemed to lose in the last process, costs that were measured once or twice are measured again: that
+    moment may have been a bad one.
+
     Args:
         max_slots: Most requests at once.
         probe: Whether to measure costs that are not kept.
@@ -33,7 +36,10 @@ def experience_of(parts: Parts, *, max_slots: int, probe: bool) -> Experience:
     key = key_of(parts)
     if parts.tree.structure != "chain":
         key = {**key, "tree": catalog.name_of(parts.tree)}
-    return Experience.recalled(costs_of(parts, max_slots=max_slots, probe=probe), key)
+    experience = Experience.recalled(costs_of(parts, max_slots=max_slots, probe=probe), key)
+    if probe and experience.unsettled:
+        return measured_again(replace(parts, experience=experience), max_slots=max_slots)
+    return experience
 
 
 def costs_of(parts: Parts, *, max_slots: int, probe: bool, most_doubt: float = math.inf) -> CostTable | None:
@@ -69,7 +75,7 @@ def measured(parts: Parts, *, max_slots: int, thorough: bool = False) -> CostTab
     table = measure(parts, max_requests=max_requests, thorough=thorough)
     if table is not None and not table.busy:
         kept = None if thorough else read(parts, max_requests)
-        if kept is not None and kept.doubt > MOST_DOUBT:
+        if kept is not None and (kept.doubt > MOST_DOUBT or parts.experience.unsettled):
             table = table.combined(kept)
         remembered.write(RECORD, _key_of_table(parts, max_requests), {"max_requests": max_requests, **table.values()})
         # What is read back is what other processes read. Where nothing can be written it is nothing.

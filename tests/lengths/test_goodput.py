@@ -14,7 +14,7 @@ from outrider.host import remembered
 from outrider.lengths.acceptance import Counts, ExpectedTokens
 from outrider.lengths.costs import CostTable, StepCost
 from outrider.lengths.experience import MOST_RECALLED, RECORD, Experience, PolicyState
-from outrider.lengths.goodput import HOLD, GoodputLength, _best, _Prices, margin_of
+from outrider.lengths.goodput import HOLD, GoodputLength, _best, _Prices
 from recipes.length_simulation import Lengths, World, judged, learnt, simulate, step, tokens_by_length
 from tests import clocks
 
@@ -96,7 +96,7 @@ def test_the_choice_is_within_two_percent_of_the_best_length_or_plain_where_that
         return tokens_by_length([rate] * n)[-1] / costs(requests, n)
 
     most = rates(best(costs, rate, requests))
-    plain = chosen[0] == 0 and most < 1.02 * (1 + margin_of(CostTable.of_formula(costs))) * rates(0)
+    plain = chosen[0] == 0 and most < 1.02 * (1 + CostTable.of_formula(costs).margin) * rates(0)
     assert plain or rates(chosen[0]) > 0.98 * most, (chosen, best(costs, rate, requests))
 
 
@@ -149,7 +149,7 @@ def test_costs_that_are_doubtful_need_a_larger_gain():
     costs = CostTable.of_formula(cost(0.45, 0.0))
     gain = max(tokens_by_length([0.7] * n)[-1] / cost(0.45, 0.0)(1, n) for n in range(1, 9))
     doubtful = replace(costs, doubt=0.25)
-    assert 1 + margin_of(costs) < gain < 1 + margin_of(doubtful)
+    assert 1 + costs.margin < gain < 1 + doubtful.margin
     assert settled(accepting(costs, 0.7), known(1, 0.7))[0] > 0
     assert settled(accepting(doubtful, 0.7), known(1, 0.7)) == [0]
 

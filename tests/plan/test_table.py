@@ -5,14 +5,18 @@ from dataclasses import replace
 import pytest
 
 import outrider
-from outrider.core.types import Sampling
+from outrider.core.types import Request, Running, Sampling
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.host import remembered
+from outrider.lengths.acceptance import Counts
 from outrider.lengths.costs import CostTable
 from outrider.lengths.experience import Experience
+from outrider.lengths.goodput import GoodputLength
 from outrider.plan import table
 from outrider.plan.table import RECORD, costs_of, experience_of, key_of, measured_again, read
+from recipes.length_simulation import step
+from tests import clocks
 from tests.world.models import engine, llama
 
 COSTS = CostTable.of_formula(lambda requests, length: requests + 0.5 * length)
@@ -86,6 +90,49 @@ def test_uncertain_costs_are_measured_again_after_a_while_and_the_two_measuremen
         assert costs_of(parts, max_slots=8, probe=False).doubt == pytest.approx(found[-1], abs=1e-3)
     assert found == [0.17, 0.17, 0.103, 0.103, 0.081, 0.081]
     assert len(asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("token_costs", "accepted", "measured", "drafting"),
+    [
+        ([1.4], True, 3, [False] * 4),
+        ([1.4, 0.1], True, 2, [True] * 4),
+        ([0.1], True, 1, [True] * 4),
+        ([0.6], False, 1, [False] * 4),
+    ],
+)
+def test_costs_by_which_accepted_drafts_lose_are_measured_again_by_the_next_processes(
+    asked, monkeypatch, token_costs, accepted, measured, drafting
+):
+    """A process in a bad moment kept costs by which drafts lose; no later one drafted, though all were accepted.
+
+    Args:
+        token_costs: What a draft token costs, as a share of a plain step, in each measurement.
+    """
+    tables = [CostTable.of_formula(lambda _, length, each=each: 1 + each * length) for each in token_costs]
+    policy, drafted = GoodputLength(), list[int]()
+
+    def measure(parts, *, max_requests, thorough=False):
+        asked.append(max_requests)
+        return replace(tables[min(len(asked), len(tables)) - 1], doubt=0.04, kept=False)
+
+    with clocks.running():
+        monkeypatch.setattr(table, "measure", measure)
+        for _ in range(5):
+            experience = experience_of(engine("model").parts, max_slots=1, probe=True)
+            assert experience.costs is not None
+            assert experience.costs.measurements == len(asked)
+            request = Request(id="r", prompt=(1,), max_new_tokens=64, sampling=Sampling(temperature=0, seed=0))
+            drafted.append(0)
+            for _ in range(24):
+                state = Running(request=request, tokens=[1], slot=0, drafter=None, length_state=Counts())
+                choice = policy.choose(experience, [state], [4])
+                [n] = choice.lengths
+                experience.note(choice, [request], [step(n, accepted * n, 1, room=4)])
+                drafted[-1] += n
+            experience.save()
+    assert [each > 0 for each in drafted[1:]] == drafting
+    assert len(asked) == measured
 
 
 def test_costs_of_a_busy_machine_replace_no_kept_ones(asked, monkeypatch):
