@@ -10,7 +10,7 @@ from pathlib import Path
 from outrider.bench.evidence import Row
 
 ROOT = Path(__file__).parents[1]
-"""Where processes run."""
+"""Where this project lies."""
 
 
 def surroundings(threads: int | None = None, **variables: str) -> dict[str, str]:
@@ -32,9 +32,7 @@ def row_of(arguments: Sequence[str | Path], threads: int | None = None, **variab
         RuntimeError: It ended with another status than 0.
     """
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=surroundings(threads, **variables), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, env=surroundings(threads, **variables), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"a process failed: {done.stderr[-2000:]}")
     found: Row = json.loads(done.stdout.splitlines()[-1])

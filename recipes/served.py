@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.core.inputs import InputError
-from recipes.fresh import ROOT, surroundings
+from recipes.fresh import surroundings
 
 READY = re.compile(r"serving .* at http://127\.0\.0\.1:(\d+) ")
 """What a server says when it listens."""
@@ -87,7 +87,7 @@ def served(options: Sequence[str], *, threads: int | None = None, killed: bool =
         RuntimeError: It did not start, or its exit status is not 0.
     """
     command, around = [sys.executable, "-m", "outrider", "serve", "--port", "0", *options], surroundings(threads)
-    with subprocess.Popen(command, cwd=ROOT, env=around, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, env=around, stderr=subprocess.PIPE, text=True) as process:
         told = deque[str](maxlen=40)
         try:
             port = _port(process, told)

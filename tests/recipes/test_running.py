@@ -109,6 +109,12 @@ def test_a_fresh_process_prints_its_row_last_and_its_failure_is_told():
         row_of(["-c", "raise SystemExit('no such thing')"])
 
 
+def test_a_fresh_process_finds_the_project_and_relative_paths_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = "import json, os, recipes; print(json.dumps(os.getcwd()))"
+    assert row_of(["-c", said]) == str(tmp_path)
+
+
 def test_an_unknown_word_of_an_option_is_named():
     assert options.words("b, a") == ["b", "a"]
     with pytest.raises(InputError, match="--states must be of empty, kept, with commas between them, got 'warm'"):
