@@ -101,10 +101,20 @@ template <> struct Kind<float> {
 template <> struct Kind<Half> {
     static constexpr int PER = 2, WORD = 2;
     static void interleave(const Half *first, const Half *second, int64_t count, float *to) {
-        for (int64_t i = 0; i < count; i += LANES) {
-            const Ints low = __builtin_convertvector(*(const HalfLanes *)(first + i), Ints);
-            const Ints high = second ? __builtin_convertvector(*(const HalfLanes *)(second + i), Ints) : Ints{};
-            *(Ints *)(to + i) = low | (high << 16);
+        const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
+                                               39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+        const __m512i upper = _mm512_add_epi16(order, _mm512_set1_epi16(16));
+        int64_t i = 0;
+        for (; i + 2 * LANES <= count; i += 2 * LANES) {
+            const __m512i a = _mm512_loadu_si512(first + i), b = second ? _mm512_loadu_si512(second + i) : __m512i{};
+            _mm512_storeu_si512(to + i, _mm512_permutex2var_epi16(a, order, b));
+            _mm512_storeu_si512(to + i + LANES, _mm512_permutex2var_epi16(a, upper, b));
+        }
+        if (i < count) {
+            const __m256i a = _mm256_loadu_si256((const __m256i *)(first + i));
+            const __m256i b = second ? _mm256_loadu_si256((const __m256i *)(second + i)) : __m256i{};
+            const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16);
+            _mm512_storeu_si512(to + i, _mm512_or_si512(_mm512_cvtepu16_epi32(a), high));
         }
     }
     static Lanes mac(Lanes sum, Lanes a, Lanes b) {
@@ -160,20 +170,19 @@ void product(float *sums, int64_t step, const float *a, int64_t a_step, const fl
     }
 }
 
-// LANES vectors become their transpose.
-inline void transpose(Lanes *v) {
+// LANES vectors become their transpose. All loops are unrolled, so that the vectors stay in registers.
+__attribute__((always_inline)) inline void transpose(Lanes *v) {
 #if defined(__AVX512F__)
-    __m512 t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_ps((__m512)v[i], (__m512)v[i + 1]);
-        t[i + 1] = _mm512_unpackhi_ps((__m512)v[i], (__m512)v[i + 1]);
-    }
     __m512 q[16];  // 128 bits `l` of q[4 g + j] are column 4 l + j of the vectors from 4 g on
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; j++) {
-            const __m512d a = (__m512d)t[i + j], b = (__m512d)t[i + j + 2];
-            q[i + 2 * j] = (__m512)_mm512_unpacklo_pd(a, b), q[i + 2 * j + 1] = (__m512)_mm512_unpackhi_pd(a, b);
-        }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        const __m512 a = (__m512)v[i], b = (__m512)v[i + 1], c = (__m512)v[i + 2], d = (__m512)v[i + 3];
+        const __m512d low = (__m512d)_mm512_unpacklo_ps(a, b), high = (__m512d)_mm512_unpackhi_ps(a, b);
+        const __m512d next_low = (__m512d)_mm512_unpacklo_ps(c, d), next_high = (__m512d)_mm512_unpackhi_ps(c, d);
+        q[i] = (__m512)_mm512_unpacklo_pd(low, next_low), q[i + 1] = (__m512)_mm512_unpackhi_pd(low, next_low);
+        q[i + 2] = (__m512)_mm512_unpacklo_pd(high, next_high), q[i + 3] = (__m512)_mm512_unpackhi_pd(high, next_high);
+    }
+#pragma GCC unroll 4
     for (int j = 0; j < 4; j++) {
         const __m512 a = _mm512_shuffle_f32x4(q[j], q[4 + j], 0x88), b = _mm512_shuffle_f32x4(q[8 + j], q[12 + j], 0x88);
         const __m512 c = _mm512_shuffle_f32x4(q[j], q[4 + j], 0xdd), d = _mm512_shuffle_f32x4(q[8 + j], q[12 + j], 0xdd);
@@ -182,15 +191,19 @@ inline void transpose(Lanes *v) {
     }
 #elif defined(__AVX__)
     __m256 t[8], q[8];
+#pragma GCC unroll 4
     for (int i = 0; i < 8; i += 2) {
         t[i] = _mm256_unpacklo_ps((__m256)v[i], (__m256)v[i + 1]);
         t[i + 1] = _mm256_unpackhi_ps((__m256)v[i], (__m256)v[i + 1]);
     }
+#pragma GCC unroll 2
     for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 2
         for (int j = 0; j < 2; j++) {
             const __m256d a = (__m256d)t[i + j], b = (__m256d)t[i + j + 2];
             q[i + 2 * j] = (__m256)_mm256_unpacklo_pd(a, b), q[i + 2 * j + 1] = (__m256)_mm256_unpackhi_pd(a, b);
         }
+#pragma GCC unroll 4
     for (int j = 0; j < 4; j++) {
         v[j] = (Lanes)_mm256_permute2f128_ps(q[j], q[4 + j], 0x20);
         v[4 + j] = (Lanes)_mm256_permute2f128_ps(q[j], q[4 + j], 0x31);
@@ -385,7 +398,7 @@ struct Worker {
     }
 
     static void fetch(const T *from, int64_t count) {
-        for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
+        for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + i, 0, 2);
     }
 
     // Keys from a position on as lanes of panels: packed[key / PANEL][unit][key % PANEL].
@@ -395,22 +408,22 @@ struct Worker {
         for (int64_t k = 0; k < here; k += LANES) {
             float *to = packed + k / PANEL * key_units * PANEL + k % PANEL;
             const T *rows[LANES];
+            T ends[LANES][STEP];  // of keys whose numbers fill no whole vector
             for (int i = 0; i < LANES; i++) {
                 const int64_t position = begin + (k + i < here ? k + i : here - 1);
                 rows[i] = keys + (behind ? behind->place(position) : position) * c.key_step;
-                if (!behind && position + PART < end) fetch(rows[i] + PART * c.key_step, c.dim);
             }
             for (int64_t d = 0; d < c.dim; d += STEP) {
-                Lanes v[LANES];
-                if (d + STEP <= c.dim) {
-#pragma GCC unroll 16
-                    for (int i = 0; i < LANES; i++) v[i] = *(const Lanes *)(rows[i] + d);
-                } else {
-                    for (int i = 0; i < LANES; i++) {
-                        v[i] = Lanes{};
-                        memcpy(&v[i], rows[i] + d, (c.dim - d) * sizeof(T));
-                    }
+                if (d + STEP > c.dim) {
+                    memset(ends, 0, sizeof ends);
+                    for (int i = 0; i < LANES; i++) memcpy(ends[i], rows[i] + d, (c.dim - d) * sizeof(T));
+                    for (int i = 0; i < LANES; i++) rows[i] = ends[i] - d;
+                } else if (!behind && begin + k + PART + LANES <= c.view) {
+                    for (int i = 0; i < LANES; i++) __builtin_prefetch(rows[i] + PART * c.key_step + d, 0, 2);
                 }
+                Lanes v[LANES];
+#pragma GCC unroll 16
+                for (int i = 0; i < LANES; i++) v[i] = *(const Lanes *)(rows[i] + d);
                 transpose(v);
                 float *unit = to + d / K::PER * PANEL;
 #pragma GCC unroll 16
@@ -435,7 +448,7 @@ struct Worker {
             for (int64_t i = 0; i < K::PER && u * K::PER + i < here; i++) {
                 const int64_t position = begin + u * K::PER + i;
                 from[i] = values + (behind ? behind->place(position) : position) * c.value_step;
-                if (!behind && position + PART < end) fetch(from[i] + PART * c.value_step, c.value_dim);
+                if (!behind && position + PART < c.view) fetch(from[i] + PART * c.value_step, c.value_dim);
             }
             for (int64_t d = 0; d < value_width; d += panel_at(d)) {
                 const int64_t lanes = panel_at(d), full = whole - d < lanes ? (whole > d ? whole - d : 0) : lanes;
@@ -621,11 +634,13 @@ void attend(const Call &c) {
             const NoSubnormals flush;
             Worker<T> worker(c, lines);
             int64_t before = -1;
+            // The heads of a block follow one another: their keys lie side by side in the cache.
 #pragma omp for schedule(static)
             for (int64_t each = 0; each < tasks * blocks; each++) {
-                const Queries q = queries(each / blocks);
-                if (each / blocks != before) worker.read_queries(q), before = each / blocks;
-                worker.block(q, each % blocks, State(states + each * size, worker.count(q)));
+                const int64_t number = each / tasks, task = each % tasks;
+                const Queries q = queries(task);
+                if (task != before) worker.read_queries(q), before = task;
+                worker.block(q, number, State(states + (task * blocks + number) * size, worker.count(q)));
             }
 #pragma omp for schedule(static) nowait
             for (int64_t t = 0; t < tasks; t++) {
