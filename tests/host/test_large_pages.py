@@ -3,12 +3,18 @@
 import gc
 import mmap
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from outrider.host import large_pages
+
+
+def noted(regions: list["weakref.ref[mmap.mmap]"], region: mmap.mmap) -> mmap.mmap:
+    regions.append(weakref.ref(region))
+    return region
 
 
 def test_tensors_of_a_region_lie_apart_and_begin_at_lines():
@@ -40,6 +46,22 @@ def test_a_region_is_freed_with_its_last_tensor(monkeypatch: pytest.MonkeyPatch)
     assert region() is None
 
 
+@pytest.mark.parametrize(("size", "large"), [((2, 1024, 1024), True), ((2, 1024, 255), False), ((0, 7), False)])
+def test_zeros_that_fill_a_large_page_have_memory_of_their_own_which_goes_with_them(
+    monkeypatch: pytest.MonkeyPatch, size: Sequence[int], large: bool
+) -> None:
+    regions = []
+    monkeypatch.setattr(large_pages, "_region", lambda count, make=large_pages._region: noted(regions, make(count)))
+    tensor = large_pages.zeros(size, torch.bfloat16)
+    assert (tensor.shape, tensor.dtype) == (size, torch.bfloat16)
+    assert not tensor.any()
+    assert [len(region()) for region in regions] == [tensor.nbytes] * large
+    tensor.fill_(3)
+    del tensor
+    gc.collect()
+    assert not any(region() for region in regions)
+
+
 @pytest.mark.parametrize("missing", ["memory", "advice"])
 def test_where_the_system_has_none_memory_is_plain(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     def fails(*arguments: object, **named: object) -> mmap.mmap:
@@ -51,6 +73,7 @@ def test_where_the_system_has_none_memory_is_plain(monkeypatch: pytest.MonkeyPat
     else:
         monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
     assert large_pages.empty(2, 1 << 20).fill_(3).shape == (2, 1 << 20)
+    assert large_pages.zeros((2, 1 << 20), torch.float32).fill_(3).shape == (2, 1 << 20)
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system knows no large pages")

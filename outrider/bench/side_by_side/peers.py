@@ -16,6 +16,7 @@ from outrider.bench.engines.process import Process, Refused, Stopped
 from outrider.bench.side_by_side.ways import BatchWay, driver_way, transformers_way
 from outrider.core.inputs import InputError, unknown
 from outrider.core.place import on_disk, place_of
+from outrider.core.progress import task
 from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation
 
@@ -180,7 +181,7 @@ class Peers:
                 with ExitStack() as started:
                     process = started.enter_context(Process(other.command(room)))
                     process.start(options)
-                    texts, gap = self._compare(process, other)
+                    texts, gap = self._compare(process, other, title)
                     self._compare_drawn(process, other, temperature)
                     self._running.enter_context(started.pop_all())
             except (CannotMake, Stopped, Refused) as error:
@@ -238,7 +239,7 @@ class Peers:
             raise CannotMake("there is no target")
         return first, draft
 
-    def _compare(self, process: Process, other: PeerEngine) -> tuple[list[list[int]], float]:
+    def _compare(self, process: Process, other: PeerEngine, title: str) -> tuple[list[list[int]], float]:
         """Greedy texts of an engine, and by how much the target prefers its own token to one of them at most.
 
         Raises:
@@ -246,15 +247,18 @@ class Peers:
         """
         target: Any = self.engine.parts.target
         texts, gaps = [], []
-        for prompt in self.greedy[: self.options.num_compared]:
-            texts.append(self._asked(process, other, prompt, 0.0))
-            compared = agreement(target.model, prompt, texts[-1])
-            if compared.gap > NEARLY[self._dtype]:
-                raise CannotMake(
-                    f"it does not say what the target says: at temperature 0, token {compared.first} of an answer is "
-                    f"{compared.gap:.2f} logits behind the target's own"
-                )
-            gaps.append(compared.gap)
+        prompts = self.greedy[: self.options.num_compared]
+        with task(f"greedy texts of {title}", len(prompts), "texts") as bar:
+            for prompt in prompts:
+                texts.append(self._asked(process, other, prompt, 0.0))
+                compared = agreement(target.model, prompt, texts[-1])
+                if compared.gap > NEARLY[self._dtype]:
+                    raise CannotMake(
+                        f"it does not say what the target says: at temperature 0, token {compared.first} of an answer "
+                        f"is {compared.gap:.2f} logits behind the target's own"
+                    )
+                gaps.append(compared.gap)
+                bar.advance()
         return texts, max(gaps, default=0.0)
 
     def _asked(self, process: Process, other: PeerEngine, prompt: list[int], temperature: float) -> list[int]:

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.core.types import InputError
+from outrider.host import large_pages
 from outrider.lm.slots.buckets import bucket_rows
 from outrider.lm.slots.window import SpreadWindow, Window
 
@@ -216,6 +217,8 @@ class SlotCache:
         size = (self.num_rows, self.capacity, shape.heads, shape.dim)
         with torch.inference_mode(False):
             # Zeros, because even a masked key reaches the output if it is not finite.
+            if device.type == "cpu":
+                return large_pages.zeros(size, shape.dtype)
             return torch.zeros(size, dtype=shape.dtype, device=device)
 
     @property
