@@ -64,12 +64,15 @@ def zeros(size: Sequence[int], dtype: torch.dtype) -> Shaped[Tensor, "..."]:
         >>> zeros((2, 3), torch.float32).sum()
         tensor(0.)
     """
-    count = math.prod(size)
-    if count * dtype.itemsize >= LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    count = math.prod(size) * dtype.itemsize
+    if count >= LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
         try:
-            return torch.frombuffer(_region(count * dtype.itemsize), dtype=dtype, count=count).view(*size)
+            memory = torch.frombuffer(_region(count + LARGE), dtype=torch.uint8)
         except OSError:
             pass
+        else:
+            first = -memory.data_ptr() % LARGE
+            return memory[first : first + count].view(dtype).view(*size)
     return torch.zeros(*size, dtype=dtype)
 
 
