@@ -34,6 +34,8 @@ OURS = "outrider"
 SERVERS = {"llama": (llama, "plain"), "ik_llama": (ik_llama, "plain"), "ik_llama -rtr": (ik_llama, "plain -rtr")}
 """Engines with servers, and the mode that they are started in."""
 ENGINES = (OURS, *SERVERS)
+IDS = 2003
+"""Ids of tokens that servers read; every vocabulary has them."""
 TRIES = 4
 """How often a server is asked: it reads the text first, and by chance it has said one of the tokens itself."""
 QUICK = {"engines": OURS, "contexts": "32,64", "tokens": "1,3", "rounds": 1}
@@ -42,15 +44,10 @@ Forward = Callable[[int, int], float]
 
 
 class ServedForwards:
-    """Forwards of a server, as it tells their time.
+    """Forwards of a server that was started, as it tells their time."""
 
-    Args:
-        driver: The server, started.
-        vocab_size: How many ids its tokens have at least.
-    """
-
-    def __init__(self, driver: ServerDriver, vocab_size: int) -> None:
-        self._driver, self._vocab_size, self._asked = driver, vocab_size, 0
+    def __init__(self, driver: ServerDriver) -> None:
+        self._driver, self._asked = driver, 0
 
     def __call__(self, tokens: int, context: int) -> float:
         """Seconds of a forward.
@@ -60,8 +57,8 @@ class ServedForwards:
         """
         for _ in range(TRIES):
             self._asked += 1
-            others = periodic(tokens + self._asked, self._vocab_size)[-tokens:]
-            timings = self._read([*periodic(context, self._vocab_size), *others])
+            others = periodic(tokens + self._asked)[-tokens:]
+            timings = self._read([*periodic(context), *others])
             if timings["prompt_n"] == tokens:
                 return float(timings["prompt_ms"]) / 1000
         raise RuntimeError(f"the server read {timings['prompt_n']} tokens instead of {tokens}")
@@ -73,9 +70,9 @@ class ServedForwards:
         return self._driver.call("POST", self._driver.path, body)["timings"]
 
 
-def periodic(count: int, vocab_size: int) -> list[int]:
+def periodic(count: int) -> list[int]:
     """A text of so many tokens, in which no two neighbours are the same."""
-    return [(place * 7919 + 11) % min(vocab_size, 10007) for place in range(count)]
+    return [(place * 7919 + 11) % IDS for place in range(count)]
 
 
 @contextmanager
@@ -114,7 +111,7 @@ def forwards(name: str, target: Path, environments: Path, contexts: Sequence[int
         )
     )
     try:
-        yield ServedForwards(driver, 1 << 16)
+        yield ServedForwards(driver)
     finally:
         driver.stop()
 

@@ -32,13 +32,13 @@ class FakeServer(ServerDriver):
 
 
 def test_a_server_is_timed_over_the_tokens_behind_a_text_that_it_has_read():
-    served = ServedForwards(FakeServer(), 100)
+    served = ServedForwards(FakeServer())
     assert [served(tokens, context) for context in (7, 300) for tokens in (1, 5, 8)] == [1.0, 5.0, 8.0] * 2
 
 
 def test_a_server_that_reads_other_numbers_of_tokens_is_no_measure():
     with pytest.raises(RuntimeError, match="the server read 3 tokens instead of 1"):
-        ServedForwards(FakeServer(least=3), 100)(1, 20)
+        ServedForwards(FakeServer(least=3))(1, 20)
 
 
 def test_a_file_has_a_line_for_each_context(tmp_path):
