@@ -80,10 +80,22 @@ def by_server(name: str, target: Path, server: Path, windows: Sequence[list[int]
         )
     )
     try:
-        laws = [driver.likeliest(tokens[:i], top) for tokens in windows for i in range(1, len(tokens))]
+        laws = [likeliest(driver, tokens[:i], top) for tokens in windows for i in range(1, len(tokens))]
     finally:
         driver.stop()
     return {"engine": module.ENGINE.title, "laws": laws}
+
+
+def likeliest(driver: ServerDriver, tokens: Sequence[int], top: int) -> Law | None:
+    """The law behind some tokens; None where a server refuses, as llama.cpp's does if one of the likeliest tokens is a
+    part of a character, which its JSON cannot hold.
+    """
+    try:
+        return driver.likeliest(tokens, top)
+    except ValueError as error:
+        if "UTF-8" not in str(error):
+            raise
+        return None
 
 
 def by_outrider(target: Path, windows: Sequence[list[int]], top: int) -> Row:
@@ -113,7 +125,7 @@ def findings(rows: Sequence[Row], target: Path) -> Findings:
         for row in rows
     ]
     head = ("engine", "mean divergence", "median", "same likeliest token", "probability among the compared tokens")
-    text = f"{target.name}, {rows[0]['positions']} positions." if rows else ""
+    text = f"{target.name}, {rows[0]['positions']} positions that all engines told." if rows else ""
     return Findings(tables=[Table(head=head, lines=lines)], text=text)
 
 
@@ -156,6 +168,8 @@ def main(
                 bar.advance()
         sums: list[list[tuple[float, bool, float]]] = [[] for _ in found]
         for i, reference in zip(range(positions), references(target, windows), strict=False):
+            if any(row["laws"][i] is None for row in found):
+                continue
             for row, own in zip(found, sums, strict=True):
                 law = row["laws"][i]
                 same = max(law, key=law.__getitem__) == int(reference.argmax())

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider import InputError
+from outrider.bench.engines.server import ServerDriver
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from recipes import nearness
-from recipes.nearness import divergence
+from recipes.nearness import divergence, likeliest
 
 
 @given(seed=st.integers(0, 10_000), size=st.integers(2, 30), kept=st.integers(1, 30))
@@ -34,3 +35,19 @@ def test_a_file_in_float32_is_as_near_as_rounding_lets_it_be(tmp_path, capsys):
     assert float(same.rstrip("%")) >= 95
     with pytest.raises(InputError, match="unknown engine 'lama'; available: outrider, llama, ik_llama"):
         nearness.main(target=file, engines="lama")
+
+
+@pytest.mark.parametrize(("words", "told"), [("invalid UTF-8 byte at index 0: 0xB7", True), ("no model", False)])
+def test_a_position_that_a_server_cannot_tell_as_json_is_left_out(words, told):
+    class Server(ServerDriver):
+        def __init__(self) -> None:
+            pass
+
+        def likeliest(self, prompt, count):
+            raise ValueError(words)
+
+    if told:
+        assert likeliest(Server(), [1, 2], 10) is None
+    else:
+        with pytest.raises(ValueError, match="no model"):
+            likeliest(Server(), [1, 2], 10)
