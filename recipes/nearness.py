@@ -2,11 +2,12 @@ r"""How near the logits of each engine are to the float32 model of the same GGUF
 
 `python -m recipes nearness --target FILE.gguf --environments DIR` reads the same token ids in each engine, and compares
 the law of each next token with that of the dequantised model in float32. With $p$ of that model and $q$ of the engine,
-over the engine's likeliest tokens $T$ and all others together:
+over the engine's likeliest tokens $T$:
 
-$$\sum_{x \in T} p(x) \log \frac{p(x)}{q(x)} + (1 - p(T)) \log \frac{1 - p(T)}{1 - q(T)} \le \mathrm{KL}(p \| q)$$
+$$p(T) \sum_{x \in T} p(x \mid T) \log \frac{p(x \mid T)}{q(x \mid T)} \le \mathrm{KL}(p \| q)$$
 
-So the figures are lower bounds, which differ from the divergence by what happens among the unlikely tokens alone.
+So the figures are lower bounds, which differ from the divergence by what happens among the unlikely tokens and between
+these and the likely ones. The latter is left out because ik_llama.cpp's server tells probabilities whose sum is below 1.
 Servers are asked behind each token, one token at a time, as they decode.
 """
 
@@ -35,8 +36,6 @@ from recipes import options
 TEXTS = sorted((Path(__file__).parents[1] / "docs" / "guide").glob("*.md"))
 """What is read by default."""
 SERVERS = {"llama": (llama, ServerDriver), "ik_llama": (ik_llama, ik_llama.IkLlamaDriver)}
-SMALL = 1e-12
-"""Least probability of all other tokens together, against rounding."""
 QUICK = {"engines": "outrider", "positions": 40, "window": 21, "top": 20}
 Law = Mapping[int, float]
 """Log-probabilities of the likeliest next tokens."""
@@ -50,15 +49,16 @@ def divergence(reference: Tensor, law: Law) -> float:
 
     Example:
         >>> row = torch.tensor([0.5, 0.25, 0.25]).log()
-        >>> round(divergence(row, {0: math.log(0.5), 1: math.log(0.25)}), 9)
+        >>> round(divergence(row, {0: math.log(0.4), 1: math.log(0.2)}), 6)
         0.0
-        >>> round(divergence(row, {0: math.log(0.25)}), 4) == round(0.5 * math.log(2) + 0.5 * math.log(2 / 3), 4)
+        >>> told = 0.5 * math.log(4 / 3) + 0.25 * math.log(2 / 3)
+        >>> round(divergence(row, {0: math.log(0.25), 1: math.log(0.25)}), 6) == round(told, 6)
         True
     """
     p = {token: float(reference[token]) for token in law}
     told = sum(math.exp(p[token]) * (p[token] - law[token]) for token in law)
-    rest, theirs = (max(SMALL, 1 - sum(map(math.exp, each.values()))) for each in (p, law))
-    return told + rest * math.log(rest / theirs)
+    mass, theirs = (sum(map(math.exp, each.values())) for each in (p, law))
+    return told - mass * math.log(mass / theirs)
 
 
 def by_server(name: str, target: Path, server: Path, windows: Sequence[list[int]], top: int, threads: int) -> Row:
