@@ -8,7 +8,8 @@ $$p(T) \sum_{x \in T} p(x \mid T) \log \frac{p(x \mid T)}{q(x \mid T)} \le \math
 
 So the figures are lower bounds, which differ from the divergence by what happens among the unlikely tokens and between
 these and the likely ones. The latter is left out because ik_llama.cpp's server tells probabilities that are too small,
-those of a position all by the same factor (0.54 to 0.97 in a text). Servers are asked behind each token, one token at a time, as they decode.
+those of a position all by the same factor (0.54 to 0.97 in a text). Servers are asked behind each token, one token at
+a time, as they decode.
 """
 
 import math
