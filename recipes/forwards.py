@@ -16,7 +16,7 @@ import typer
 
 import outrider
 from outrider.bench.engines import ik_llama, llama
-from outrider.bench.engines.driver import DriverRequest, Options
+from outrider.bench.engines.driver import DriverRequest
 from outrider.bench.engines.server import ServerDriver
 from outrider.bench.evidence import Row
 from outrider.bench.folder import folder
@@ -28,6 +28,7 @@ from outrider.core.types import InputError
 from outrider.plan.probe import StepProbe, StepShape
 from recipes import options
 from recipes.label import Label
+from recipes.nearness import serving
 from recipes.quartiles import quartiles, spread
 
 OURS = "outrider"
@@ -97,23 +98,8 @@ def forwards(name: str, target: Path, environments: Path, contexts: Sequence[int
         return
     module, mode = SERVERS[name]
     driver = ServerDriver(module.server_of(module.ENGINE.environment.ready(environments)), module.FLAGS)
-    driver.start(
-        Options(
-            mode=mode,
-            target=str(target),
-            draft="",
-            dtype="",
-            threads=threads,
-            draft_tokens=0,
-            ngram=0,
-            batch=1,
-            context=room,
-        )
-    )
-    try:
+    with serving(driver, mode, target, threads, room):
         yield ServedForwards(driver)
-    finally:
-        driver.stop()
 
 
 def findings(rows: Sequence[Row], contexts: Sequence[int], tokens: Sequence[int]) -> Findings:

@@ -14,6 +14,7 @@ a time, as they decode.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -62,14 +63,12 @@ def divergence(reference: Tensor, law: Law) -> float:
     return told - mass * math.log(mass / theirs)
 
 
-def by_server(name: str, target: Path, server: Path, windows: Sequence[list[int]], top: int, threads: int) -> Row:
-    """The laws behind each token of some texts, by a server."""
-    module, driver_of = SERVERS[name]
-    driver = driver_of(server, module.FLAGS)
-    longest = max(map(len, windows))
+@contextmanager
+def serving(driver: ServerDriver, mode: str, target: Path, threads: int, context: int) -> Iterator[None]:
+    """In the body, a server runs a file alone, for one request at a time."""
     driver.start(
         Options(
-            mode="plain",
+            mode=mode,
             target=str(target),
             draft="",
             dtype="",
@@ -77,13 +76,21 @@ def by_server(name: str, target: Path, server: Path, windows: Sequence[list[int]
             draft_tokens=0,
             ngram=0,
             batch=1,
-            context=longest + 64,
+            context=context,
         )
     )
     try:
-        laws = [likeliest(driver, tokens[:i], top) for tokens in windows for i in range(1, len(tokens))]
+        yield
     finally:
         driver.stop()
+
+
+def by_server(name: str, target: Path, server: Path, windows: Sequence[list[int]], top: int, threads: int) -> Row:
+    """The laws behind each token of some texts, by a server."""
+    module, driver_of = SERVERS[name]
+    driver = driver_of(server, module.FLAGS)
+    with serving(driver, "plain", target, threads, max(map(len, windows)) + 64):
+        laws = [likeliest(driver, tokens[:i], top) for tokens in windows for i in range(1, len(tokens))]
     return {"engine": module.ENGINE.title, "laws": laws}
 
 

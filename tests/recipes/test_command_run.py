@@ -14,11 +14,11 @@ http.server.test(http.server.SimpleHTTPRequestHandler, port=port, bind="127.0.0.
 
 
 def test_a_command_sees_a_terminal_and_its_silence_is_the_longest_pause():
-    program = "import sys, time; print(sys.stdout.isatty(), flush=True); time.sleep(1); print('end')"
+    program = "import sys, time; print(sys.stdout.isatty(), flush=True); time.sleep(2); print('end')"
     found = run("name", "model", [sys.executable, "-c", program], limit=60)
     assert (found.status, found.said) == (0, ["True", "end"])
-    # On a busy machine the first line is read late, so that less of the second is silent.
-    assert 0.3 <= found.silence <= found.seconds
+    # On a busy machine the first line is read late, so that less of the two seconds is silent.
+    assert 1 <= found.silence <= found.seconds
     assert found.memory > 1e6
 
 
