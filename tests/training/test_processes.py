@@ -1,5 +1,6 @@
 """Runs in processes of their own: killed at random moments, several at once, and on a full disk."""
 
+import atexit
 import os
 import random
 import signal
@@ -146,6 +147,21 @@ def test_no_process_goes_on_before_all_have_joined() -> None:
         ranks = enumerate(rank_environments(2))
         first, second = (several.enter_context(telling(placed, slow == 1, rank))[1] for slow, rank in ranks)
         assert second.recv() <= first.recv()
+
+
+def ended(said: Connection, rank: dict[str, str]) -> None:
+    """Tell whether a process that trains belongs to a group, and whether it still does behind its exit handlers."""
+    os.environ.update(rank)
+    place(TrainSettings(device="cpu"))
+    belongs = torch.distributed.is_initialized()
+    atexit._run_exitfuncs()
+    said.send((belongs, torch.distributed.is_initialized()))
+
+
+def test_processes_leave_their_group_before_the_interpreter_ends() -> None:
+    with ExitStack() as several:
+        told = [several.enter_context(telling(ended, rank))[1] for rank in rank_environments(2)]
+        assert [each.recv() for each in told] == [(True, False)] * 2
 
 
 def limited(path: Path, size: int, state: dict) -> str:

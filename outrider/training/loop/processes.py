@@ -1,5 +1,6 @@
 """The processes of a run, as `accelerate launch` started them."""
 
+import atexit
 import functools
 import os
 from collections import OrderedDict
@@ -8,7 +9,7 @@ from contextlib import contextmanager
 
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, parse_flag_from_env
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.export import register_dataclass
@@ -37,6 +38,20 @@ def is_first_of_machine() -> bool:
 def wait() -> None:
     """Wait until all processes are here."""
     PartialState().wait_for_everyone()
+
+
+@functools.cache
+def leave_at_exit() -> None:
+    """Let this process leave the group before the interpreter ends: a thread of gloo that drops its last tensor later
+    aborts the process.
+    """
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    # With NCCL a process that failed would wait here for the others.
+    if distributed.is_initialized() and distributed.get_backend() == "gloo":
+        distributed.destroy_process_group()
 
 
 def num_shards() -> int:

@@ -107,6 +107,7 @@ def place(settings: TrainSettings) -> torch.device:
     device = PartialState(cpu=settings.device == "cpu").device
     # The first process keeps the addresses of all: one that ends early, refused, would leave others without them.
     processes.wait()
+    processes.leave_at_exit()
     return device
 
 
