@@ -2,7 +2,7 @@
 
 `python -m recipes opening --target FOLDER` starts fresh processes in turns: one that loads the models with
 transformers alone, one that also loads their tokenizers, as `outrider.load` does, and one for each kind of forward that
-loads them with outrider. Seconds begin after the imports.
+loads them with outrider; `--ways` chooses among all but the first. Seconds begin after the imports.
 Memory is VmRSS of /proc/self/status above that after the imports, over the bytes of the weights; `anonymous` is the
 part of it that no file holds. It is read when the models are loaded, and again behind a prompt and some tokens. Every
 way opens the models once before the first round, so that the cache is warm. The recipe needs Linux. Run
@@ -90,7 +90,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, dict[str, IntervalEstimate]]:
         found[way] = {
             "seconds": extremes([row["seconds"] for row in own]),
             "ratio": extremes([row["seconds"] / bare[row["round"]] for row in own]),
-            "with tokenizers": extremes([row["seconds"] / reading[row["round"]] for row in own]),
+            **({READING: extremes([row["seconds"] / reading[row["round"]] for row in own])} if reading else {}),
             **{
                 f"{when} {kind}": extremes([row[f"{when} {name}"] / row["weights"] for row in own])
                 for when in ("loaded", "worked")
@@ -109,7 +109,7 @@ def main(
     threads: options.Threads = 2,
 ) -> None:
     """Measure seconds and memory of opening a model, over those of from_pretrained and of the weights."""
-    chosen = Label.each(dict.fromkeys([BARE, READING, *options.words(ways)]))
+    chosen = Label.each(dict.fromkeys([BARE, *options.words(ways)]))
     with folder(out, "opening", {"target": target, "draft": draft, "rounds": rounds, "threads": threads}) as place:
         with task("warm-up", len(chosen), "runs") as bar:
             for way in chosen:
@@ -121,8 +121,10 @@ def main(
 
         rows = place.take("measured", turns(chosen, chosen[:1], rounds=rounds), one)
         found = summarise(rows)
-        head: tuple[str, ...] = ("way", "forward", "seconds", f"over {BARE} (goal {MOST_SECONDS})", f"over {READING}")
-        head += tuple(f"{name}, over the weights (goal {MOST_MEMORY})" for name in list(found[BARE])[3:])
+        head: tuple[str, ...] = ("way", "forward", "seconds", f"over {BARE} (goal {MOST_SECONDS})")
+        head += (f"over {READING}",) if READING in found else ()
+        memory = [name for name in found[BARE] if name not in ("seconds", "ratio", READING)]
+        head += tuple(f"{name}, over the weights (goal {MOST_MEMORY})" for name in memory)
         kinds = {row["way"]: row["forward"] for row in rows}
         lines = [[way, kinds[way], *(each.text() for each in own.values())] for way, own in found.items()]
         text = (

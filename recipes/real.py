@@ -2,7 +2,8 @@
 
 `make real` fetches SmolLM2-135M-Instruct and the pair of Qwen2.5-Coder 1.5B and 0.5B, makes the environments of the
 other engines where they are missing, and runs the commands on a terminal as a user does, with a cache of Outrider's own
-that is empty at first. SmolLM2 is given as its GGUF file, the pair as folders; `--pair-gguf` gives its files instead.
+that is empty at first. All are given as GGUF files, and what is trained, exported and opened as SmolLM2's folder too;
+`--pair-folders` gives the pair's folders in bfloat16 instead, of which a token takes three times as long.
 
 A command that ends with another status than 0 is shown with its last lines, and makes the recipe end with status 1.
 """
@@ -28,6 +29,7 @@ from outrider.bench.side_by_side.peers import OUTSIDE, usual_folder
 from outrider.core.types import InputError
 from recipes import options
 from recipes.command_run import CommandRun, run, served
+from recipes.opening import DEFAULT, READING
 from recipes.real_models import chosen, fetched, models_folder, unpacked
 
 QUESTIONS = ("Write a Python function that reverses a string.", "What is 12 times 9?", "Name three colours.")
@@ -187,17 +189,17 @@ def main(
     ] = usual_folder(),  # noqa: B008
     parts: Annotated[str, typer.Option(help=f"Of {', '.join(PARTS)}, with commas.")] = ",".join(PARTS),
     only: Annotated[str, typer.Option(help="Run only commands that begin so.")] = "",
-    pair_gguf: Annotated[bool, typer.Option("--pair-gguf", help="Give the pair as GGUF files.")] = False,
+    pair_folders: Annotated[bool, typer.Option("--pair-folders", help="Give the pair as folders in bfloat16.")] = False,
     limit: Annotated[float, typer.Option(help="Minutes after which a command is stopped.")] = 20,
 ) -> None:
     """Run the commands, and print the table."""
     wanted = chosen(parts)
     if unknown := [part for part in wanted if part not in PARTS]:
         raise InputError(f"unknown part {unknown[0]!r}; available: {', '.join(PARTS)}")
-    with results(out, "real", {"parts": parts, "only": only, "pair_gguf": pair_gguf}) as place:
+    with results(out, "real", {"parts": parts, "only": only, "pair_folders": pair_folders}) as place:
         with tempfile.TemporaryDirectory() as work:
             found = []
-            for each in all_runs(Path(work), models, environments, wanted, only, pair_gguf, 60 * limit):
+            for each in all_runs(Path(work), models, environments, wanted, only, pair_folders, 60 * limit):
                 state = "ended well" if each.status == 0 else f"ended with status {each.status}"
                 print(f"{each.name} ({each.model}): {state} after {each.seconds:.0f} s", flush=True)
                 if each.status or each.name == OPENING:
@@ -210,7 +212,7 @@ def main(
 
 
 def all_runs(
-    work: Path, folder: Path, environments: Path, parts: Sequence[str], only: str, pair_gguf: bool, limit: float
+    work: Path, folder: Path, environments: Path, parts: Sequence[str], only: str, pair_folders: bool, limit: float
 ) -> Iterator[CommandRun]:
     """The commands of the wanted parts, one after the other."""
     # Outrider's own cache is empty at first, as it is for a new user.
@@ -222,7 +224,7 @@ def all_runs(
         yield from made
     if "smollm2" in parts:
         given = ["--target", str(small)]
-        commands = [*decoding(given, PROMPT), opened([unpacked("smollm2", folder)])]
+        commands = [*decoding(given, PROMPT), opened([unpacked("smollm2", folder)], [READING, DEFAULT], rounds=3)]
         commands += [benched(given, work, environments, pythons)]
         commands += [*training(small, work), *exports(unpacked("smollm2", folder), work, pythons)]
         yield from each_run("smollm2", commands, only, limit)
@@ -231,9 +233,9 @@ def all_runs(
         if "llama" in pythons and not only:
             yield from by_llama(unpacked("smollm2", folder), work, environments, limit=limit)
     if "pair" in parts:
-        pair = [(fetched if pair_gguf else unpacked)(name, folder) for name in ("coder-1.5b", "coder-0.5b")]
+        pair = [(unpacked if pair_folders else fetched)(name, folder) for name in ("coder-1.5b", "coder-0.5b")]
         given = ["--target", str(pair[0]), "--drafter", f"model:path={pair[1]}"]
-        commands = [*decoding(given, PROMPT), opened(pair)]
+        commands = [*decoding(given, PROMPT), opened(pair, [DEFAULT], rounds=1)]
         commands += [benched(given, work / "pair", environments, {})]
         yield from each_run("coder pair", commands, only, limit)
         if only in ("", "serve"):
@@ -252,10 +254,14 @@ def each_run(
             yield run(name, model, command, typed=typed, limit=limit)
 
 
-def opened(models: Sequence[Path]) -> tuple[str, list[str], str]:
-    """Seconds and memory of opening a target, and a draft model beside it."""
+def opened(models: Sequence[Path], ways: Sequence[str], *, rounds: int) -> tuple[str, list[str], str]:
+    """Seconds and memory of opening a target, and a draft model beside it.
+
+    transformers takes a minute to unpack the files of the pair, so that these are opened in few ways.
+    """
     given = [f"--{role}={model}" for role, model in zip(("target", "draft"), models, strict=False)]
-    return OPENING, [sys.executable, "-m", "recipes", "opening", *given, "--rounds", "3", "--ways", "default"], ""
+    given += ["--rounds", str(rounds), "--ways", ",".join(ways)]
+    return OPENING, [sys.executable, "-m", "recipes", "opening", *given], ""
 
 
 def benched(

@@ -55,7 +55,9 @@ class BenchOptions:
         objective: What a good request keeps, in milliseconds, such as `ttft:200`, `tpot:50` or `e2el:3000`; may be
             given several times. Good requests per second are then counted.
         peers: Other engines, with commas: transformers (plain), assisted (its own speculation), vllm, llama, ik_llama,
-            openvino.
+            openvino, openvino_int8, openvino_int4 (the last two round the weights).
+        peer_target: Directory of the target's checkpoint, for engines that do not read its GGUF file.
+        peer_draft: The same of the draft model.
         peer_prompts: Prompts on which their greedy tokens are compared with the target's and with their own plain ones.
         vllm_python: A Python that has vLLM.
         openvino_python: A Python that has OpenVINO GenAI.
@@ -84,6 +86,8 @@ class BenchOptions:
     trace_block: int = 512
     objective: tuple[str, ...] = ()
     peers: str = "transformers"
+    peer_target: Path | None = None
+    peer_draft: Path | None = None
     peer_prompts: int = option(3, least=1)
     vllm_python: Path | None = None
     openvino_python: Path | None = None
@@ -228,8 +232,12 @@ def peers_of(options: BenchOptions) -> Any:
     pythons = _given(vllm=options.vllm_python, openvino=options.openvino_python)
     servers = _given(llama=options.llama_server, ik_llama=options.ik_llama_server)
     names = [name.strip() for name in options.peers.split(",") if name.strip()]
+    # A Python serves all engines whose names begin with its own.
+    also = [each for each in (*pythons, *servers) if not any(name.startswith(each) for name in names)]
     return PeerOptions(
-        names=tuple(dict.fromkeys([*names, *pythons, *servers])),
+        names=tuple(dict.fromkeys([*names, *also])),
+        target_folder=options.peer_target,
+        draft_folder=options.peer_draft,
         environments=options.environments or usual_folder(),
         pythons=pythons,
         servers=servers,

@@ -104,6 +104,9 @@ class Display:
         """Show a task."""
         with self._lock:
             self.tasks.append(task)
+            # The next call may hold the interpreter before anybody looks.
+            if self._watcher is not None and self._watcher.runs:
+                self._watcher.hear(task.line())
 
     def remove(self, task: ProgressTask) -> None:
         """Show a task no longer."""
@@ -122,7 +125,7 @@ class Display:
             elif self.tasks:
                 self._report()
             if self._watcher is not None:
-                due = self.tasks and self._clock() - self.tasks[0].began >= DELAY
+                due = self.tasks and (self._watcher.runs or self._clock() - self.tasks[0].began >= DELAY)
                 self._watcher.hear(self.tasks[-1].line() if due else "")
 
     def _report(self) -> None:

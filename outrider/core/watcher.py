@@ -48,6 +48,11 @@ class Watcher:
         self._arguments = (str(patience), str(period), str(terminal))
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def runs(self) -> bool:
+        """Whether there is a process that hears."""
+        return self._process is not None
+
     def hear(self, line: str) -> None:
         """Note what goes on now; nothing if the line is empty."""
         with suppress(OSError):

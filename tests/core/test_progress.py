@@ -112,6 +112,32 @@ def test_what_goes_on_is_said_while_a_library_holds_the_interpreter():
     assert [line.partition(" parts, ")[0] for line in lines] == ["compiling, 0 of 3"]
 
 
+class Recorded(Watcher):
+    """A watcher that notes what it hears."""
+
+    def __init__(self, *, running: bool) -> None:
+        super().__init__(terminal=False, patience=9.0, period=9.0)
+        self.running, self.heard = running, list[str]()
+
+    @property
+    def runs(self) -> bool:
+        return self.running
+
+    def hear(self, line: str) -> None:
+        self.heard.append(line)
+
+
+def test_a_watcher_hears_of_a_task_at_once_where_it_runs_already_and_starts_only_for_long_ones():
+    for running, heard in ((True, ["new", "new"]), (False, [""])):
+        clock, watcher = Clock(), Recorded(running=running)
+        display = Display(terminal=False, say=lambda line: None, clock=clock, watcher=watcher)
+        task = ProgressTask("new", None, "")
+        task.began = 0.0
+        display.add(task)
+        display.look()
+        assert watcher.heard == heard
+
+
 def test_a_watcher_that_hears_nothing_of_note_starts_no_process_and_ends_the_one_it_started():
     watcher = Watcher(terminal=False, patience=9.0, period=9.0)
     watcher.hear("")

@@ -592,6 +592,12 @@ def test_openvino_gets_the_names_that_older_versions_of_transformers_read(target
     assert load_file(copy / "model.safetensors").keys() == load_file(place / "model.safetensors").keys()
 
 
+def test_openvino_gets_both_rotations_of_a_model_with_sliding_windows():
+    kinds = {"full_attention": {"rope_theta": 1e6, "rope_type": "default"}, "sliding_attention": {"rope_theta": 1e4}}
+    told = openvino.renamed("config.json", {"rope_parameters": kinds})
+    assert (told["rope_theta"], told["rope_local_base_freq"], told["rope_scaling"]) == (1e6, 1e4, None)
+
+
 def test_a_head_of_another_target_and_a_folder_in_use_are_refused(target, heads, tmp_path):
     narrow = tmp_path / "narrow"
     llama().float().save_pretrained(narrow)

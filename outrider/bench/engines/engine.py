@@ -30,6 +30,7 @@ class PeerEngine:
         loads_heads: Whether it has modes for heads, by their names in the catalog.
         exports: Its name in `outrider export`.
         reads: The end of the names of files that hold a whole model and that it reads by itself; None reads none.
+        weights: What it rounds weights to, which makes it another model; None keeps them.
     """
 
     title: str
@@ -43,6 +44,7 @@ class PeerEngine:
     loads_heads: bool = False
     exports: str | None = None
     reads: str | None = None
+    weights: str | None = None
 
     @property
     def version(self) -> str:
@@ -97,7 +99,7 @@ def converted(engine: PeerEngine, room: EnvironmentFolder | None, source: Path, 
             raise CannotMake(f"it reads {engine.reads} files alone; give target and draft model as such files")
         return source.absolute()
     if source.is_file():
-        raise CannotMake(f"it reads no {source.suffix} files; give the model's folder")
+        raise CannotMake(f"it reads no {source.suffix} files; name folders with --peer-target and --peer-draft")
     place = folder.absolute() / "models" / f"{state_of(source)}-{room.place.name}-{dtype}"
     if not place.exists():
         # The environments of the engines read this file too, and have no Outrider.

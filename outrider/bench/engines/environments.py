@@ -18,12 +18,12 @@ HERE = Path(sys.executable)
 PACKAGE = Path(__file__).parents[2]
 BARE = f"""
 import sys, types
-for name, place in (("outrider", {str(PACKAGE)!r}), ("outrider.bench", {str(PACKAGE / "bench")!r})):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [place]
+for name in ("", ".bench", ".handoff"):
+    sys.modules["outrider" + name] = types.ModuleType("outrider" + name)
+    sys.modules["outrider" + name].__path__ = [{str(PACKAGE)!r} + name.replace(".", "/")]
 """
-"""The beginning of a program in a Python that has no Outrider: it can import the files of this folder, and nothing that
-is installed beside Outrider.
+"""The beginning of a program in a Python that has no Outrider: it can import the files of this folder and the checks of
+exports, and nothing that is installed beside Outrider.
 """
 TORCH = "torch==2.13.0"
 """By itself and first: looser requirements would fetch other builds."""

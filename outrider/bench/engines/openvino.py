@@ -1,6 +1,8 @@
 """OpenVINO GenAI: `plain`, `prompt lookup` and `draft model`, with continuous batching."""
 
+import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ from outrider.bench.engines.engine import DRAFT_MODEL, PeerEngine, python_driver
 from outrider.bench.engines.environments import TORCH, Environment, EnvironmentFolder
 
 HINTS = {"bfloat16": "bf16", "float32": "f32"}
+ROUNDED = {"int8": {"bits": 8}, "int4": {"bits": 4, "group_size": 64, "ratio": 1.0}}
+"""What optimum is told about weights of fewer bits."""
 
 
 class OpenvinoDriver(Driver):
@@ -88,20 +92,29 @@ class OpenvinoDriver(Driver):
         return config
 
 
-def write_model(source: str, out: str) -> None:
+def write_model(source: str, out: str, weights: str) -> None:
     """Write a model and its tokenizer, without which no pipeline can be made.
 
-    The weights are written in float32, which holds those of bfloat16 exactly; what is computed in is the driver's
-    choice.
+    Args:
+        weights: `int8` and `int4` (groups of 64) round them. Anything else writes float32, which holds those of
+            bfloat16 exactly; what is computed in is the driver's choice.
     """
     import openvino
     import torch
     from openvino_tokenizers import convert_tokenizer
-    from optimum.intel import OVModelForCausalLM
+    from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
     from transformers import PreTrainedTokenizerFast
 
-    options = {"export": True, "compile": False, "load_in_8bit": False, "torch_dtype": torch.float32}
-    OVModelForCausalLM.from_pretrained(Path(source), **options).save_pretrained(Path(out))
+    from outrider.handoff.checks.openvino import readable
+
+    options: dict[str, Any] = {"export": True, "compile": False, "torch_dtype": torch.float32}
+    if weights in ROUNDED:
+        options["quantization_config"] = OVWeightQuantizationConfig(**ROUNDED[weights])
+    else:
+        options["load_in_8bit"] = False
+    with tempfile.TemporaryDirectory() as room:
+        readable_source = readable(source, Path(room, "source"))
+        OVModelForCausalLM.from_pretrained(readable_source, **options).save_pretrained(Path(out))
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(Path(source) / "tokenizer.json"))
     there, back = convert_tokenizer(tokenizer, with_detokenizer=True)
     openvino.save_model(there, Path(out) / "openvino_tokenizer.xml")
@@ -109,8 +122,8 @@ def write_model(source: str, out: str) -> None:
 
 
 def convert(room: EnvironmentFolder, source: Path, out: Path, dtype: str) -> None:
-    """As a folder; the dtype is told to the driver instead."""
-    room.call("outrider.bench.engines.openvino", "write_model", source, out)
+    """As a folder; a dtype is told to the driver instead."""
+    room.call("outrider.bench.engines.openvino", "write_model", source, out, dtype)
 
 
 def make(room: EnvironmentFolder) -> None:
@@ -132,6 +145,10 @@ ENGINE = PeerEngine(
     exports="openvino",
     digests_first=True,
 )
+ROUNDED_ENGINES = {
+    f"openvino_{weights}": replace(ENGINE, title=f"{ENGINE.title} {weights}", weights=weights) for weights in ROUNDED
+}
+"""The same with weights of fewer bits, by their names among the peers."""
 
 
 if __name__ == "__main__":

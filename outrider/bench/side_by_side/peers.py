@@ -27,6 +27,7 @@ OUTSIDE: Mapping[str, PeerEngine] = {
     "llama": llama.ENGINE,
     "ik_llama": ik_llama.ENGINE,
     "openvino": openvino.ENGINE,
+    **openvino.ROUNDED_ENGINES,
 }
 """Engines in processes of their own."""
 NEARLY = {"bfloat16": 0.5, "float32": 0.01}
@@ -47,9 +48,11 @@ class PeerOptions:
     """Which other engines take part.
 
     Attributes:
-        names: Of `transformers`, `assisted`, `vllm`, `llama`, `ik_llama`, `openvino`.
+        names: Of `transformers`, `assisted`, `vllm`, `llama`, `ik_llama`, `openvino`, `openvino_int8`, `openvino_int4`.
         environments: Folder of their environments, and of models in their formats.
-        pythons: A Python that has the engine, instead of an environment of the folder.
+        target_folder: A checkpoint of the target, for engines that do not read its GGUF file. Its weights are others.
+        draft_folder: The same of the draft model.
+        pythons: A Python that has the engine, by the name of its environment and instead of it.
         servers: A server of the engine that somebody built, likewise.
         make: Whether missing environments are made; each takes minutes and gigabytes.
         draft_tokens: Most tokens of their drafts.
@@ -59,6 +62,8 @@ class PeerOptions:
 
     names: tuple[str, ...] = (TRANSFORMERS,)
     environments: Path = field(default_factory=usual_folder)
+    target_folder: Path | None = None
+    draft_folder: Path | None = None
     pythons: Mapping[str, Path] = field(default_factory=dict)
     servers: Mapping[str, Path] = field(default_factory=dict)
     make: bool = False
@@ -77,6 +82,9 @@ class PeerOptions:
             if not server.is_file():
                 option = f"--{name.replace('_', '-')}-server"
                 raise InputError(f"{option} must name the llama-server of {OUTSIDE[name].title}, got {server}")
+        for option, place in (("--peer-target", self.target_folder), ("--peer-draft", self.draft_folder)):
+            if place is not None and not (place / "config.json").is_file():
+                raise InputError(f"{option} must name the folder of a checkpoint, got {place}")
 
     @property
     def outside(self) -> list[str]:
@@ -151,8 +159,8 @@ class Peers:
         """An engine in all its modes, each in a process of its own."""
         other = OUTSIDE[name]
         try:
-            room = self._room(name, other)
-            target, draft = self._models(other, room)
+            room = self._room(other)
+            target, draft, same = self._models(other, room)
         except CannotMake as error:
             self.left_out[other.title] = str(error)
             return []
@@ -181,13 +189,15 @@ class Peers:
                 with ExitStack() as started:
                     process = started.enter_context(Process(other.command(room)))
                     process.start(options)
-                    texts, gap = self._compare(process, other, title)
-                    self._compare_drawn(process, other, temperature)
+                    texts, gap = self._compare(process, other, title, same)
+                    if same:
+                        self._compare_drawn(process, other, temperature)
                     self._running.enter_context(started.pop_all())
             except (CannotMake, Stopped, Refused) as error:
                 self.left_out[title] = str(error)
                 continue
-            self.passed[title] = f"{len(texts)} greedy texts are the target's, up to gaps of {gap:.2g} logits"
+            whose = "are the target's" if same else "come from other weights than the target's"
+            self.passed[title] = f"{len(texts)} greedy texts {whose}, up to gaps of {gap:.2g} logits"
             if drafts and plain is not None:
                 changed = sum(text != alone for text, alone in zip(texts, plain, strict=True))
                 self.passed[title] += f"; {changed} of them are not those of its own plain decoding"
@@ -201,11 +211,12 @@ class Peers:
     def _dtype(self) -> str:
         return str(self.engine.parts.target.dtype).removeprefix("torch.")
 
-    def _room(self, name: str, other: PeerEngine) -> EnvironmentFolder:
+    def _room(self, other: PeerEngine) -> EnvironmentFolder:
         """The environment of an engine. Raises CannotMake where there is none."""
         environment, folder = other.environment, self.options.environments
         if environment is None:
             raise CannotMake("it has no environment of its own")
+        name = environment.name
         if name in self.options.servers:
             server = self.options.servers[name].absolute()
             return EnvironmentFolder(place=environment.room(folder).place, pins=(), other_server=server)
@@ -219,31 +230,45 @@ class Peers:
             raise CannotMake(f"it is not installed; name {named}, or let `--make-environments` install it")
         return environment.ready(folder)
 
-    def _models(self, other: PeerEngine, room: EnvironmentFolder) -> tuple[Path, Path | None]:
-        """Target and draft model in the engine's format. Raises CannotMake where that is not possible."""
+    def _models(self, other: PeerEngine, room: EnvironmentFolder) -> tuple[Path, Path | None, bool]:
+        """Target and draft model in the engine's format, and whether the target's weights are the same there.
+
+        Raises:
+            CannotMake: That is not possible.
+        """
         if self._dtype not in NEARLY:
             raise CannotMake(f"it is compared in {' or '.join(NEARLY)}; the target computes in {self._dtype}")
         target: Any = self.engine.parts.target
         places: list[Path | None] = []
-        opened = (("target", target.model, self.revision), ("draft model", draft_model_of(self.engine), None))
-        for what, model, revision in opened:
+        same = other.weights is None
+        drafting, options = draft_model_of(self.engine), self.options
+        opened = (
+            ("target", target.model, self.revision, options.target_folder),
+            ("draft model", drafting, None, options.draft_folder),
+        )
+        for what, model, revision, instead in opened:
             if model is None:
                 places.append(None)
                 continue
             place = on_disk(place_of(str(model.name_or_path), revision=revision), revision)
+            if instead is not None and place.is_file() and place.suffix != other.reads:
+                place, same = instead, same and what != "target"
             if not place.is_file() and not any(place.glob("*.safetensors")):
                 raise CannotMake(f"the {what} must be a GGUF file or a checkpoint with safetensors, got {place}")
-            places.append(converted(other, room, place, self.options.environments, self._dtype))
+            places.append(converted(other, room, place, options.environments, other.weights or self._dtype))
         first, draft = places
         if first is None:
             raise CannotMake("there is no target")
-        return first, draft
+        return first, draft, same
 
-    def _compare(self, process: Process, other: PeerEngine, title: str) -> tuple[list[list[int]], float]:
+    def _compare(self, process: Process, other: PeerEngine, title: str, same: bool) -> tuple[list[list[int]], float]:
         """Greedy texts of an engine, and by how much the target prefers its own token to one of them at most.
 
+        Args:
+            same: Whether the engine has the target's own weights.
+
         Raises:
-            CannotMake: The engine takes tokens that the target finds clearly less likely.
+            CannotMake: It has, and takes tokens that the target finds clearly less likely.
         """
         target: Any = self.engine.parts.target
         texts, gaps = [], []
@@ -252,7 +277,7 @@ class Peers:
             for prompt in prompts:
                 texts.append(self._asked(process, other, prompt, 0.0))
                 compared = agreement(target.model, prompt, texts[-1])
-                if compared.gap > NEARLY[self._dtype]:
+                if same and compared.gap > NEARLY[self._dtype]:
                     raise CannotMake(
                         f"it does not say what the target says: at temperature 0, token {compared.first} of an answer "
                         f"is {compared.gap:.2f} logits behind the target's own"

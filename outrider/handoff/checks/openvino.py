@@ -67,15 +67,17 @@ def renamed(name: str, content: Any) -> Any:
             kept["tokenizer_class"] = "PreTrainedTokenizerFast"
         return {**kept, "additional_special_tokens": extra} if isinstance(extra, list) else kept
     rope = content.get("rope_parameters") if name == "config.json" else None
-    if rope and "rope_theta" in rope and "rope_theta" not in content:
-        scaled = rope if rope.get("rope_type", "default") != "default" else None
-        return {
-            **content,
-            "rope_theta": rope["rope_theta"],
-            "rope_scaling": scaled,
-            "torch_dtype": content.get("dtype"),
-        }
-    return content
+    if not rope or "rope_theta" in content:
+        return content
+    # A model with sliding windows has a rotation for each kind of layer.
+    whole = rope.get("full_attention", rope)
+    old = {
+        "rope_theta": whole.get("rope_theta"),
+        "rope_scaling": whole if whole.get("rope_type", "default") != "default" else None,
+        "rope_local_base_freq": rope.get("sliding_attention", {}).get("rope_theta"),
+        "torch_dtype": content.get("dtype"),
+    }
+    return {**content, **{key: value for key, value in old.items() if value is not None or key == "rope_scaling"}}
 
 
 def models(expected: Mapping[str, Any], target: str) -> tuple[str, Any, dict[str, str]]:

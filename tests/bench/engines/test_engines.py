@@ -4,6 +4,7 @@ import json
 import sys
 import zipfile
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from outrider.bench.engines.environments import CannotMake, Environment, Environ
 from outrider.bench.engines.llama import add_vocabulary
 from outrider.bench.engines.process import Process, Refused, Stopped
 from outrider.bench.engines.vllm import requirements
-from outrider.embedded import EMBEDDED_DRAFT
+from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.handoff.checks import openvino as openvino_check
 from outrider.lm.hf.open import open_model
 from tests.bench.engines import transformers_driver
@@ -194,6 +195,38 @@ def test_a_model_is_converted_once(tmp_path):
     places = [converted(engine, room, EMBEDDED_DRAFT, tmp_path, dtype) for dtype in ("float32", "float32", "bfloat16")]
     assert calls == ["float32", "bfloat16"]
     assert [place.read_text() for place in places] == ["float32", "float32", "bfloat16"]
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8", "int4"])
+def test_openvino_is_told_to_round_weights_only_where_its_name_says_so(monkeypatch, tmp_path, weights):
+    options, read = {}, []
+
+    class Model:
+        @classmethod
+        def from_pretrained(cls, source, **given):
+            options.update(given)
+            read.append(json.loads(Path(source, "config.json").read_text())["rope_theta"])
+            return cls()
+
+        def save_pretrained(self, place):
+            place.mkdir()
+
+    saved = []
+    intel = SimpleNamespace(OVModelForCausalLM=Model, OVWeightQuantizationConfig=lambda **given: given)
+    monkeypatch.setitem(sys.modules, "optimum.intel", intel)
+    monkeypatch.setitem(
+        sys.modules, "openvino_tokenizers", SimpleNamespace(convert_tokenizer=lambda *_, **__: ("there", "back"))
+    )
+    monkeypatch.setitem(
+        sys.modules, "openvino", SimpleNamespace(save_model=lambda model, place: saved.append((model, place.name)))
+    )
+    openvino.write_model(str(EMBEDDED_TARGET), str(tmp_path / "out"), weights)
+    bits = options.get("quantization_config", {}).get("bits")
+    assert (bits, options.get("load_in_8bit")) == {"float32": (None, False), "int8": (8, None), "int4": (4, None)}[
+        weights
+    ]
+    assert read == [10000.0]
+    assert saved == [("there", "openvino_tokenizer.xml"), ("back", "openvino_detokenizer.xml")]
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "none"])

@@ -63,7 +63,7 @@ def scripted(*modes: str) -> PeerEngine:
         title="Scripted",
         modes=modes,
         command=lambda room: [sys.executable, "-m", "tests.bench.engines.scripted_driver"],
-        environment=Environment(name="scripted", pins=(), make=lambda room: None),
+        environment=Environment(name="vllm", pins=(), make=lambda room: None),
     )
 
 
@@ -89,6 +89,42 @@ def test_an_engine_that_says_something_else_or_does_not_start_is_left_out(some_o
     assert made.left_out["Scripted, plain"].startswith("it does not say what the target says: at temperature 0, token")
     assert made.left_out["Scripted, does not start"].endswith("RuntimeError: no such instruction")
     assert made.left_out["Scripted, draft model"] == "the setup has no draft model"
+
+
+def test_an_engine_that_rounds_the_weights_is_measured_as_another_model(some_of, monkeypatch):
+    asked = []
+
+    def convert(room, source, out, dtype):
+        asked.append(dtype)
+        out.mkdir()
+
+    rounded = replace(scripted("plain"), weights="int4", convert=convert)
+    monkeypatch.setattr(peers, "OUTSIDE", {"vllm": scripted("plain"), "vllm_int4": rounded})
+    with some_of(names=("vllm_int4",), pythons={"vllm": Path(sys.executable)}) as made:
+        made.new_tokens, made.generation = 40, Generation(max_new_tokens=40, sampling=Sampling(temperature=1))
+        assert [way.name for way in made.ways()] == ["Scripted, plain"]
+    assert made.passed["Scripted, plain"].startswith("1 greedy texts come from other weights than the target's, up to")
+    assert asked == ["int4"]
+
+
+def test_an_engine_that_does_not_read_a_gguf_file_gets_the_folder_that_is_named_for_it(file, some_of, monkeypatch):
+    read = []
+
+    def convert(room, source, out, dtype):
+        read.append(source)
+        out.mkdir()
+
+    given = {"names": ("vllm",), "pythons": {"vllm": Path(sys.executable)}}
+    monkeypatch.setattr(peers, "OUTSIDE", {"vllm": replace(scripted("plain"), convert=convert)})
+    with some_of(**given, target_folder=EMBEDDED_TARGET) as made:
+        made.engine = outrider.load(str(file), drafter="none", dtype="float32", max_slots=2)
+        assert [way.name for way in made.ways()] == ["Scripted, plain"]
+    assert read == [EMBEDDED_TARGET.absolute()]
+    assert "other weights" in made.passed["Scripted, plain"]
+    with some_of(**given) as other:
+        other.engine = made.engine
+        assert other.ways() == []
+    assert other.left_out["Scripted"] == "it reads no .gguf files; name folders with --peer-target and --peer-draft"
 
 
 def test_an_engine_that_draws_something_else_is_left_out(some_of, monkeypatch):
@@ -243,3 +279,5 @@ def test_what_is_no_peer_is_refused(tmp_path):
         PeerOptions(names=("vlm",))
     with pytest.raises(InputError, match="--vllm-python must name a Python that has vLLM"):
         PeerOptions(pythons={"vllm": tmp_path / "none"})
+    with pytest.raises(InputError, match="--peer-target must name the folder of a checkpoint, got "):
+        PeerOptions(target_folder=tmp_path)
