@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from transformers.utils import logging
 
-from outrider.core.types import InputError
+from outrider.core import progress
+from outrider.core.inputs import InputError
 
 HERE = Path(__file__).parent
 Quick = Annotated[
@@ -64,7 +64,9 @@ def command(name: str, arguments: Sequence[str]) -> None:
     if name not in known:
         raise InputError(f"unknown recipe {name!r}; available: {', '.join(known)}")
     try:
-        module = importlib.import_module(f"recipes.{name}")
+        with progress.importing():
+            module = importlib.import_module(f"recipes.{name}")
+            from transformers.utils import logging
     except ModuleNotFoundError as error:
         raise InputError(
             f"this recipe needs {error.name}; install the extras: pip install -e '.[bench,train]'"

@@ -175,8 +175,8 @@ def _allowed(name: str, kind: Any, engine: str) -> Exports:
 
 
 def _fields_beside(drafter: Any, names: Collection[str]) -> tuple[str, ...]:
-    """The fields of a drafter that somebody has set, beside those of some names."""
-    fields = type(drafter).__dataclass_fields__.values()
+    """The options of a drafter that somebody has set, beside those of some names."""
+    fields = [f for f in type(drafter).__dataclass_fields__.values() if not f.name.startswith("_")]
     return tuple(f.name for f in fields if f.name not in names and getattr(drafter, f.name) != f.default)
 
 

@@ -1,10 +1,11 @@
 """A draft model: whose tokenizer is the target's, and what it reads in one forward."""
 
+import os
 import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outrider
 from outrider.core.types import Request, Running, Sampling
@@ -13,6 +14,7 @@ from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.lm.forwards.packed import keeps_bits
 from outrider.lm.slots import budget
 from outrider.lm.tabular import TabularLM, random_rows
+from tests.world.gguf_files import write_gguf
 
 
 @pytest.fixture
@@ -36,6 +38,18 @@ def test_another_file_is_read(name, reads, tmp_path):
     file.write_text((file.read_text() if file.exists() else "{}") + "\n")
     outrider.load(drafter=f"model:path={tmp_path}", max_slots=1)
     assert reads == [str(tmp_path)]
+
+
+def test_the_tokenizer_of_a_gguf_file_is_read_once_where_the_targets_is_the_same(reads, tmp_path):
+    pytest.importorskip("gguf")
+    tokenizer, files = AutoTokenizer.from_pretrained(EMBEDDED_TARGET), []
+    for name, folder in (("target", EMBEDDED_TARGET), ("draft", EMBEDDED_DRAFT)):
+        files.append(write_gguf(tmp_path / f"{name}.gguf", AutoModelForCausalLM.from_pretrained(folder), tokenizer))
+        # What was written just now is not kept.
+        os.utime(files[-1], (1e9, 1e9))
+    for _ in range(2):
+        outrider.load(str(files[0]), drafter=f"model:path={files[1]}", max_slots=1)
+    assert reads == [str(files[1])]
 
 
 BFLOAT16 = keeps_bits(torch.device("cpu"), torch.bfloat16)

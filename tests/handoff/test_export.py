@@ -483,6 +483,7 @@ def test_with_only_a_target_the_drafter_is_suffix_which_draws_nothing_and_does_n
     found = json.loads(done(monkeypatch, capsys, "export", "--to", "vllm", *where))
     assert (found["drafter"], found["method"]) == ("suffix", "suffix")
     told = " ".join(found["losses"])
+    assert not any(line.startswith("_") for line in found["losses"])
     assert "drawn drafts" not in told
     assert "branch" not in told
     assert not (tmp_path / "out" / smoke.CHECK).exists()

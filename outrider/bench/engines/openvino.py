@@ -11,7 +11,7 @@ from outrider.bench.engines.engine import DRAFT_MODEL, PeerEngine, python_driver
 from outrider.bench.engines.environments import TORCH, Environment, EnvironmentFolder
 
 HINTS = {"bfloat16": "bf16", "float32": "f32"}
-ROUNDED = {"int8": {"bits": 8}, "int4": {"bits": 4, "group_size": 64, "ratio": 1.0}}
+ROUNDED: dict[str, dict[str, Any]] = {"int8": {"bits": 8}, "int4": {"bits": 4, "group_size": 64, "ratio": 1.0}}
 """What optimum is told about weights of fewer bits."""
 
 

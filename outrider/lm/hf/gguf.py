@@ -270,7 +270,18 @@ class _Reader:
         of, count = self.number("<I"), self.number("<Q")
         if of in NUMBERS:
             self.position += count * struct.calcsize(NUMBERS[of])
+        elif of == TEXT:
+            self._pass_texts(count)
         else:
             for _ in range(count):
                 self.value(of)
         return None
+
+    def _pass_texts(self, count: int) -> None:
+        """Go behind texts: a vocabulary has some hundred thousand."""
+        content, position, size_at = self.content, self.position, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            position += 8 + size_at(content, position)[0]
+        if position > len(content):
+            raise ValueError("a text ends behind the file")
+        self.position = position

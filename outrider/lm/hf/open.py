@@ -657,13 +657,20 @@ def _tokenizer_of_gguf(place: CheckpointPlace, file: Path) -> PreTrainedTokenize
 
 
 def holds_files_of(path: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a directory holds the very files that a tokenizer was read from, so that nobody must read them again."""
-    here, there = Path(tokenizer.name_or_path), Path(path)
-    if there.is_file() and here == there:
+    """Whether a directory or a GGUF file holds the very tokenizer that was read from another, so that nobody must read
+    it again.
+    """
+    if Path(path).is_file() and Path(path) == Path(tokenizer.name_or_path):
         return True
-    if not (there / TOKENIZER_FILES[0]).is_file():
+    here, there = _files_of_tokenizer(tokenizer.name_or_path), _files_of_tokenizer(path)
+    if here is None or there is None or not (there / TOKENIZER_FILES[0]).is_file():
         return False
     return all(_content(here / name) == _content(there / name) for name in TOKENIZER_FILES)
+
+
+def _files_of_tokenizer(path: str) -> Path | None:
+    """The directory with the files of a tokenizer; of a GGUF file, those that were unpacked once, or None."""
+    return unpacked.kept(Path(path), "tokenizer") if Path(path).is_file() else Path(path)
 
 
 def _content(file: Path) -> bytes | None:
