@@ -56,6 +56,8 @@ DEPTH = 5
 NUM_ROWS = 8
 """Rows of a step of training."""
 GREEDY = Sampling(temperature=0.0)
+SAME = {name: engine for name, engine in OUTSIDE.items() if engine.weights is None}
+"""The engines that keep the target's weights: others draft for another model."""
 QUICK = {"engines": "vllm", "heads": "medusa", "num_prompts": 2, "max_new_tokens": 24, "steps": 4}
 
 
@@ -120,7 +122,7 @@ class Plan:
         Path, typer.Option(help="Folder of the engines' environments, several GB.", show_default=False)
     ] = usual_folder()  # noqa: RUF009
     out: options.Out = None
-    engines: Annotated[str, typer.Option(help="Names with commas.")] = ",".join(OUTSIDE)
+    engines: Annotated[str, typer.Option(help="Names with commas.")] = ",".join(SAME)
     heads: Annotated[str, typer.Option(help="Drafters: names with commas.")] = ",".join(DRAFTERS)
     prompts: options.Prompts = PROMPTS
     num_prompts: options.NumPrompts = 8
@@ -356,7 +358,7 @@ def drafters_of(name: str, engine: PeerEngine, wanted: Sequence[str]) -> list[Dr
     return [each for each in found if each.label in wanted]
 
 
-def run(plan: Plan, engines: Mapping[str, PeerEngine] = OUTSIDE) -> Findings:
+def run(plan: Plan, engines: Mapping[str, PeerEngine] = SAME) -> Findings:
     """Write drafters, decode with each in both engines, and say what was found."""
     heads, asked = options.words(plan.heads), options.words(plan.engines)
     for what, names, known in (("drafter", heads, DRAFTERS), ("engine", asked, tuple(engines))):

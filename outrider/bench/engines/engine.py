@@ -100,6 +100,7 @@ def converted(engine: PeerEngine, room: EnvironmentFolder | None, source: Path, 
         return source.absolute()
     if source.is_file():
         raise CannotMake(f"it reads no {source.suffix} files; name folders with --peer-target and --peer-draft")
+    dtype = engine.weights or dtype
     place = folder.absolute() / "models" / f"{state_of(source)}-{room.place.name}-{dtype}"
     if not place.exists():
         # The environments of the engines read this file too, and have no Outrider.

@@ -255,7 +255,7 @@ class Peers:
                 place, same = instead, same and what != "target"
             if not place.is_file() and not any(place.glob("*.safetensors")):
                 raise CannotMake(f"the {what} must be a GGUF file or a checkpoint with safetensors, got {place}")
-            places.append(converted(other, room, place, options.environments, other.weights or self._dtype))
+            places.append(converted(other, room, place, options.environments, self._dtype))
         first, draft = places
         if first is None:
             raise CannotMake("there is no target")

@@ -195,6 +195,8 @@ def test_a_model_is_converted_once(tmp_path):
     places = [converted(engine, room, EMBEDDED_DRAFT, tmp_path, dtype) for dtype in ("float32", "float32", "bfloat16")]
     assert calls == ["float32", "bfloat16"]
     assert [place.read_text() for place in places] == ["float32", "float32", "bfloat16"]
+    rounded = replace(openvino.ROUNDED_ENGINES["openvino_int4"], convert=convert)
+    assert converted(rounded, room, EMBEDDED_DRAFT, tmp_path, "bfloat16").read_text() == "int4"
 
 
 @pytest.mark.parametrize("weights", ["float32", "int8", "int4"])
