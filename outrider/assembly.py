@@ -247,7 +247,7 @@ def tokenizer_of(setup: Setup) -> PreTrainedTokenizerBase | None:
             )
         return setup.tokenizer
     if isinstance(setup.target, str):
-        return open_tokenizer(setup.target, revision=setup.revision, trust_remote_code=trusted)
+        return open_tokenizer(setup.target, what="model", revision=setup.revision, trust_remote_code=trusted)
     place = str(getattr(setup.target, "name_or_path", ""))
     return open_tokenizer(place, trust_remote_code=trusted) if os.path.exists(place) else None
 

@@ -73,6 +73,7 @@ def test_a_broken_template_is_one_sentence(monkeypatch, capsys, tmp_path):
 
 def test_a_target_without_a_tokenizer_or_a_template_cannot_chat(monkeypatch, capsys, tmp_path):
     tiny("llama").save_pretrained(tmp_path)
+    capsys.readouterr()
     status, out, err = talk(monkeypatch, capsys, "Hello.", options=("--target", str(tmp_path)))
     assert (status, out) == (2, "")
     assert err == ("error: there is no tokenizer beside the target, and a chat needs one; name it with --tokenizer\n")
@@ -80,6 +81,12 @@ def test_a_target_without_a_tokenizer_or_a_template_cannot_chat(monkeypatch, cap
         monkeypatch, capsys, "Hello.", options=("--target", str(EMBEDDED_TARGET), "--tokenizer", str(tmp_path))
     )
     assert (status, "there is no tokenizer in" in err) == (2, True)
+
+
+def test_a_target_that_is_not_there_is_told_as_a_model(monkeypatch, capsys, tmp_path):
+    missing = str(tmp_path / "missing")
+    status, _, err = talk(monkeypatch, capsys, "Hello.", options=("--target", missing))
+    assert (status, f"there is no directory {missing}; give a model's directory" in err) == (2, True), err
 
 
 def interrupted(*lines: str | type[BaseException]):

@@ -618,12 +618,12 @@ def open_config(path: str, *, revision: str | None = None, trust_remote_code: bo
 
 
 def open_tokenizer(
-    path: str, *, revision: str | None = None, trust_remote_code: bool = False
+    path: str, *, what: str = "tokenizer", revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside a model, in a GGUF file, or in a directory that holds nothing else; None if the directory
-    has none.
+    has none. `what` names what the path is of, for errors.
     """
-    place = place_of(path, "tokenizer", revision)
+    place = place_of(path, what, revision)
     if place.file is not None:
         check_libraries(place.file)
     elif Path(path).is_dir() and not any(Path(path).glob("*token*")) and not any(Path(path).glob("vocab*")):
