@@ -133,8 +133,14 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the shards.")],
     target: options.Target = None,
     num_shards: Annotated[int, typer.Option(min=1, help=f"Shards of {SHARD} answers that shall be there.")] = 100,
+    first_shard: Annotated[
+        int, typer.Option(min=0, help="Where to begin, so that two processes can share the work.")
+    ] = 0,
     max_new_tokens: options.MaxNewTokens = 256,
     max_slots: Annotated[int, typer.Option(min=1, help="Answers at once.")] = 32,
+    activations: Annotated[
+        str, typer.Option(help="`int8` is faster with packed weights, and a little off.")
+    ] = "bfloat16",
     jsonl: Annotated[Path | None, typer.Option(help="Also write all shards as records for training.")] = None,
 ) -> None:
     """Make the missing shards."""
@@ -144,9 +150,9 @@ def main(
     num_shards = min(num_shards, len(prompts) // SHARD)
     out.mkdir(parents=True, exist_ok=True)
     places = [out / f"{n:04}.npz" for n in range(num_shards)]
-    engine = outrider.load(target, drafter="none", max_slots=max_slots, max_context=2048)
+    engine = outrider.load(target, drafter="none", max_slots=max_slots, max_context=2048, activations=activations)
     for n, place in enumerate(places):
-        if place.exists():
+        if n < first_shard or place.exists():
             continue
         began, shard = time.perf_counter(), prompts[n * SHARD : (n + 1) * SHARD]
         answers = answered(engine, shard, n * SHARD, max_new_tokens)
@@ -156,6 +162,8 @@ def main(
     if jsonl is not None:
         with files.replaced(jsonl) as fresh, fresh.open("w", encoding="utf-8") as file:
             for n, place in enumerate(places):
+                if not place.exists():
+                    continue
                 for each, answer in zip(prompts[n * SHARD :], read_shard(place), strict=False):
                     prompt = engine.encode([{"role": "user", "content": each.text}])
                     record = {"tokens": [*prompt, *answer.tolist()], "start": len(prompt)}
