@@ -22,6 +22,7 @@ from outrider.cli.request import RequestOptions
 from outrider.core import files, progress
 from outrider.core.destination import locked_file
 from outrider.core.inputs import InputError, needs
+from outrider.core.ranks import launched_first
 from outrider.setup import Setup
 from outrider.training.loop.settings import TrainSettings
 from outrider.training.options import NOT_OF_PROMPTS, DataOptions, DistillOptions, SteerOptions, WatchOptions
@@ -222,10 +223,10 @@ def run_training(name: str, work: Callable[[Console], dict[str, Any]], as_json: 
     """
     from outrider.cli.opened import tell_loading
     from outrider.cli.printed import print_json
-    from outrider.training.loop import processes
 
     tell_loading()
-    main = processes.is_first()
+    # The training chooses its device, and only then do processes find each other.
+    main = launched_first()
     console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=as_json or not main)
     with nullcontext() if console.quiet else progress.shown(f"training {name}"):
         record = work(console)

@@ -34,6 +34,11 @@ def launched() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1) if "LOCAL_RANK" in os.environ else 1
 
 
+def launched_first() -> bool:
+    """Whether this is the first process of those that were started together. Needs no group of processes."""
+    return launched() == 1 or int(os.environ.get("RANK") or 0) == 0
+
+
 def is_first() -> bool:
     """Whether this is the first of the processes that hold one target, or the only one."""
     return together() == 1 or dist.get_rank() == 0

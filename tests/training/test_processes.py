@@ -1,6 +1,7 @@
 """Runs in processes of their own: killed at random moments, several at once, and on a full disk."""
 
 import atexit
+import json
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 
 from outrider.core.types import InputError
+from outrider.embedded import EMBEDDED_TARGET
 from outrider.training.loop import checkpoint
 from outrider.training.loop.journal import read
 from outrider.training.loop.settings import TrainSettings
@@ -51,10 +53,10 @@ def run(out: Path, *arguments: str) -> int:
     return statuses(started(runner.main, str(out), *arguments))[0]
 
 
-def launch(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The exit status and the output of a run in two processes that `accelerate launch` starts."""
-    launched = ["accelerate.commands.launch", *COPIES, *LAUNCH, "--num_processes", "2", "-m", "tests.training.runner"]
-    command = [sys.executable, "-m", *launched, str(out), *arguments]
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The exit status and the output of a module in two processes that `accelerate launch` starts."""
+    launched = ["accelerate.commands.launch", *COPIES, *LAUNCH, "--num_processes", "2", "-m"]
+    command = [sys.executable, "-m", *launched, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
@@ -83,12 +85,24 @@ def test_a_run_killed_at_five_random_moments_ends_with_the_weights_of_one_left_a
 
 
 @pytest.mark.slow
+def test_the_command_trains_in_two_processes_as_its_page_says(tmp_path: Path) -> None:
+    data, out = tmp_path / "texts.jsonl", tmp_path / "head"
+    data.write_text("".join(json.dumps({"tokens": [5 + (i + j) % 40 for j in range(20)]}) + "\n" for i in range(12)))
+    few = ("--steps", "2", "--batch-size", "2", "--max-length", "24", "--depth", "2", "--device", "cpu")
+    target = ("--target", str(EMBEDDED_TARGET), "--data", str(data))
+    found = launch("outrider", "train", "medusa", *target, *few, "--out", str(out))
+    assert found.returncode == 0, found.stderr
+    assert read(out / FOLDER / "log.jsonl")[0]["num_processes"] == 2
+    assert found.stderr.count("trained parameters") == 1, "only the first process speaks"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [COPIES, DIVIDED], ids=["copies", "divided"])
 def test_two_processes_have_the_loss_curve_of_one(tmp_path: Path, kind: list[str]) -> None:
     one, two, arguments = tmp_path / "one", tmp_path / "two", ("20", "8", "0", "0")
     assert run(one, *arguments) == 0
     if kind is COPIES:
-        found = launch(two, *arguments)
+        found = launch("tests.training.runner", str(two), *arguments)
         assert found.returncode == 0, found.stderr
     else:
         told = launch_environment(*kind)
