@@ -20,6 +20,7 @@ from outrider.drafters.protocol import Drafter, Unbound, UnboundCheckpoint
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.engine.crowd import warn_of_crowd
 from outrider.engine.engine import Engine
+from outrider.heads.shipped import shipped_head
 from outrider.host.mapped import release_heap
 from outrider.host.threads import release_threads, use_threads
 from outrider.lengths.protocol import LengthPolicy, LoadPolicy
@@ -217,8 +218,12 @@ def _engine(parts: Parts, loaded: _Loaded) -> Engine:
     )
 
 
-def completed(setup: Setup) -> Setup:
+def completed(setup: Setup, *, heads: bool = True) -> Setup:
     """The setup with the default target, drafter and length where it names none.
+
+    Args:
+        heads: Whether a head that ships for the target drafts by default, beside `suffix`. It does so in chains, step
+            by step.
 
     Example:
         >>> completed(Setup("org/target")).drafter, completed(Setup()).length
@@ -226,8 +231,16 @@ def completed(setup: Setup) -> Setup:
     """
     embedded = setup.target is None and setup.drafter is None
     usual = EMBEDDED if embedded else replace(USUAL, target=EMBEDDED.target)
+    if heads and setup.drafter is None and isinstance(setup.target, str) and not _shaped(setup):
+        head = shipped_head(setup.target, setup.revision)
+        usual = usual if head is None else replace(usual, drafter=f"first:{usual.drafter},{head}")
     missing = [name for name in ("target", "drafter", "length") if getattr(setup, name) is None]
     return replace(setup, **{name: getattr(usual, name) for name in missing})
+
+
+def _shaped(setup: Setup) -> bool:
+    """Whether a setup says how drafts are shaped or verified, which may not suit a head."""
+    return setup.reproducible or bool({"tree", "verifier", "length", "decoding"} & setup.options().keys())
 
 
 def tokenizer_of(setup: Setup) -> PreTrainedTokenizerBase | None:

@@ -144,7 +144,7 @@ class Launch:
             InputError: vLLM has no form for a value of the setup. The message says what to do.
         """
         passed = arguments_of(engine_args)
-        wanted = completed(setup)
+        wanted = completed(setup, heads=False)
         speculates = has_speculation(passed)
         named = [name for name in ("drafter", "length", "verifier") if getattr(setup, name) is not None]
         if speculates and named:
