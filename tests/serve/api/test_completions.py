@@ -54,6 +54,8 @@ def test_many_mixed_streams_are_each_as_alone(url: str, engine: outrider.Engine)
 
 def test_a_stream_adds_up_to_the_answer(client: httpx.Client) -> None:
     body = {**GREEDY, "logprobs": 2, "max_tokens": 20}
+    # In float32 the bits of a logprob depend on how much of the prompt is computed: both take it over from this one.
+    post(client, PATH, body)
     whole = post(client, PATH, body)["choices"][0]
     found = chunks(client, PATH, {**body, "stream_options": {"include_usage": True, "continuous_usage_stats": True}})
     last, parts = found[-1], found[:-1]
@@ -61,12 +63,8 @@ def test_a_stream_adds_up_to_the_answer(client: httpx.Client) -> None:
     assert last["usage"]["completion_tokens"] == 20
     assert last["metrics"]["time_to_first_token_ms"] >= 0
     assert "".join(part["choices"][0]["text"] for part in parts) == whole["text"]
-    told = {
-        name: [each for part in parts for each in part["choices"][0]["logprobs"][name]] for name in whole["logprobs"]
-    }
-    assert (told["tokens"], told["text_offset"]) == (whole["logprobs"]["tokens"], whole["logprobs"]["text_offset"])
-    # The server kept the prompt of the first request, so forwards of float32 have other shapes in the second.
-    assert told["token_logprobs"] == pytest.approx(whole["logprobs"]["token_logprobs"], abs=1e-5)
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert [each for part in parts for each in part["choices"][0]["logprobs"][name]] == whole["logprobs"][name]
     assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
     counts = [part["usage"]["completion_tokens"] for part in parts]
     assert counts == sorted(counts)
