@@ -22,7 +22,7 @@ from outrider.cli.request import RequestOptions
 from outrider.core import files, progress
 from outrider.core.destination import locked_file
 from outrider.core.inputs import InputError, needs
-from outrider.core.ranks import launched_first
+from outrider.core.launched import launched_first
 from outrider.setup import Setup
 from outrider.training.loop.settings import TrainSettings
 from outrider.training.options import NOT_OF_PROMPTS, DataOptions, DistillOptions, SteerOptions, WatchOptions

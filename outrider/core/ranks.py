@@ -4,7 +4,6 @@ They stay in step as long as all decide alike. So what one process would draw, m
 first one: seeds of requests, free memory, logits and hidden states. What is chosen by a clock is refused.
 """
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,16 +26,6 @@ def together() -> int:
 def join(count: int) -> None:
     """Note that this process holds a target together with others, until torch's group of processes ends."""
     _TOGETHER["count"] = count
-
-
-def launched() -> int:
-    """How many processes `torchrun` started; 1 where it did not."""
-    return int(os.environ.get("WORLD_SIZE") or 1) if "LOCAL_RANK" in os.environ else 1
-
-
-def launched_first() -> bool:
-    """Whether this is the first process of those that were started together. Needs no group of processes."""
-    return launched() == 1 or int(os.environ.get("RANK") or 0) == 0
 
 
 def is_first() -> bool:

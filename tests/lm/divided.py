@@ -6,7 +6,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 import outrider
-from outrider.core.ranks import is_first, launched, together
+from outrider.core.launched import launched
+from outrider.core.ranks import is_first, together
 
 PROMPTS = [[5, 6, 7, 5, 6], [9, 3, 9, 3]]
 

@@ -26,9 +26,9 @@ from transformers import (
 from transformers.utils import cached_file, is_accelerate_available
 
 from outrider.core.inputs import needs, shown
+from outrider.core.launched import launched
 from outrider.core.place import CONFIGS, CheckpointPlace, place_of
 from outrider.core.progress import task
-from outrider.core.ranks import launched
 from outrider.core.types import InputError
 from outrider.host.versions import warn_of_untested
 from outrider.lm.fingerprint import note_files
