@@ -193,6 +193,17 @@ def test_an_estimate_tells_memory_and_hours_and_trains_nothing(monkeypatch, caps
     assert (status, out, "hours" in err) == (0, "", True)
 
 
+def test_a_head_with_a_list_of_tokens_learns_further(monkeypatch, capsys, tmp_path, alone) -> None:
+    done(monkeypatch, capsys, "train", "eagle", *alone, *FEW)
+    (tmp_path / "tokens.txt").write_text("\n".join(map(str, range(16))))
+    place = f"{tmp_path / 'out'},token_map={tmp_path / 'tokens.txt'}"
+    further = [*changed((*alone, *FEW), out=tmp_path / "further", steps=1), "--init-from", place]
+    assert "hours" in done(monkeypatch, capsys, "train", "eagle", *further, "--estimate", "--json")
+    out = done(monkeypatch, capsys, "train", "eagle", *further, "--json")
+    assert json.loads(out)["step"] == 1
+    assert_drafts(tmp_path / "target", f"eagle:path={tmp_path / 'further'},token_map={tmp_path / 'tokens.txt'}")
+
+
 def test_a_split_to_watch_and_columns_with_other_names_are_read(monkeypatch, capsys, tmp_path, alone) -> None:
     splits = {name: datasets.Dataset.from_list(lines(count)) for name, count in (("train", 8), ("test", 3))}
     saved = datasets.DatasetDict({name: rows.rename_column("tokens", "ids") for name, rows in splits.items()})

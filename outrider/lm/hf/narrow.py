@@ -49,7 +49,7 @@ def cut(layer: nn.Module | None, ids: Sequence[int]) -> nn.Module:
     """
     if isinstance(layer, Cuttable) and max(ids) < layer.out_features:
         return layer.cut(ids)
-    if layer is None or not plain(layer) or layer.out_features <= max(ids):
+    if not isinstance(layer, nn.Linear) or not (plain(layer) or _sketched(layer)) or layer.out_features <= max(ids):
         raise InputError(
             f"the output layer is a {type(layer).__name__}, and only a plain linear layer with a row per token can be "
             f"cut to some tokens; {LEAVE}"
@@ -62,3 +62,8 @@ def cut(layer: nn.Module | None, ids: Sequence[int]) -> nn.Module:
     if layer.bias is not None:
         short.bias.copy_(layer.bias[rows])
     return short.requires_grad_(weight.requires_grad)
+
+
+def _sketched(layer: nn.Linear) -> bool:
+    """Whether it has sizes and no weights, as in an estimate. An offloaded layer has a `forward` of its own."""
+    return type(layer) is nn.Linear and layer.weight.is_meta and "forward" not in vars(layer)
