@@ -19,7 +19,7 @@ from outrider.learning.batch import Document, TrainBatch, on_device
 from outrider.learning.divergences import CHUNK, HARD, Divergence, among_likeliest, chunked, cross_entropy, divergence
 from outrider.learning.learner import JudgedDrafts, Learner, Loss
 from outrider.learning.packing import check_apart
-from outrider.learning.target_rows import rows_at, states_along, with_rows
+from outrider.learning.target_rows import rows_at, states_along, with_few_rows, with_rows
 from outrider.lm.forwards.packed import packed, worth_packing
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.checkpoint import TargetShape, write_head
@@ -243,7 +243,7 @@ class GuessObjective(HeadObjective):
         batch = self.with_states(batch)
         total, weight, agreed, counted = [], [], [], self.counted(batch)
         if self.divergence is not None and len(counted) > 1:
-            batch = with_rows(batch, self.embedding_and_head, self.shape.num_layers, self.shape.vocab_size)
+            batch = self._with_rows(batch)
         kept: Bool[Tensor, "rows length"] | None = None
         for number, hidden in enumerate(self.guesses(batch, self.num_guesses)):
             if number not in counted:
@@ -309,17 +309,15 @@ class GuessObjective(HeadObjective):
             numbers = torch.searchsorted(ids, labels).clamp_max(len(ids) - 1)
             known = ids[numbers] == labels
         agreed = torch.zeros_like(known)
-        target = self._target_logits(batch, number, places)
+        target = self._target_rows(batch, number, places)
 
         def loss(rows: slice, logits: Float[Tensor, "rows width"]) -> Float[Tensor, " rows"]:
             agreed[rows] = among_likeliest(numbers[rows], logits.detach()) & known[rows]
             if self.divergence is None:
                 return torch.where(known[rows], cross_entropy(numbers[rows], logits), 0.0)
-            theirs = target(rows)
-            if ids is None:
-                return self.divergence(theirs, logits)
-            covered = torch.isin(theirs.argmax(-1), ids)
-            return torch.where(covered, self.divergence(theirs[:, ids], logits), 0.0)
+            theirs, covered = target(rows)
+            values = self.divergence(theirs, logits)
+            return values if covered is None else torch.where(covered, values, 0.0)
 
         picked = hidden[places.rows, places.at]
         width = self.shape.vocab_size if ids is None else len(ids)
@@ -344,6 +342,29 @@ class GuessObjective(HeadObjective):
             ratios.append((log_q - log_p).gather(-1, labels[rows, None])[:, 0])
             agrees.append(log_q.argmax(-1) == log_p.argmax(-1))
         return torch.cat(ratios), torch.cat(agrees)
+
+    def _with_rows(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with the target's logits, of the tokens that the head can guess, if they are few."""
+        ids, sizes = self._ids_on(batch.tokens.device), (self.shape.num_layers, self.shape.vocab_size)
+        if ids is None:
+            return with_rows(batch, self.embedding_and_head, *sizes)
+        return with_few_rows(batch, self.embedding_and_head, *sizes, ids)
+
+    def _target_rows(
+        self, batch: TrainBatch, number: int, places: "LearntPositions"
+    ) -> Callable[[slice], tuple[Tensor, Tensor | None]]:
+        """As `_target_logits`, of the tokens that the head can guess, and whether the likeliest is one of them; None
+        where it can guess all.
+        """
+        if (few := batch.few_of_target) is not None:
+            return lambda rows: few.at(places.rows[rows], places.at[rows] + 1 + number)
+        ids, target = self._ids_on(batch.tokens.device), self._target_logits(batch, number, places)
+
+        def made(rows: slice) -> tuple[Tensor, Tensor | None]:
+            logits = target(rows)
+            return (logits, None) if ids is None else (logits[:, ids], torch.isin(logits.argmax(-1), ids))
+
+        return made
 
     def _target_logits(self, batch: TrainBatch, number: int, places: "LearntPositions") -> Callable[[slice], Tensor]:
         """The target's logits of the guessed tokens, for some of the places at a time."""

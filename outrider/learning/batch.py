@@ -56,6 +56,28 @@ class HostRows:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FewRows:
+    """The target's logits of some tokens, at some places of a batch.
+
+    Attributes:
+        logits: Of these tokens.
+        covered: Whether the likeliest of all tokens is one of them.
+        numbers: For each place of the batch, which of these rows it has.
+    """
+
+    logits: Float[Tensor, "n few"]
+    covered: Bool[Tensor, " n"]
+    numbers: Int[Tensor, "rows length"]
+
+    def at(
+        self, rows: Int[Tensor, " m"], places: Int[Tensor, " m"]
+    ) -> tuple[Float[Tensor, "m few"], Bool[Tensor, " m"]]:
+        """Logits at some places, and whether the likeliest token is among these there."""
+        numbers = self.numbers[rows, places]
+        return self.logits.index_select(0, numbers), self.covered[numbers]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainBatch:
     """Rows of one optimizer step: the global batch, or a share of it. Rows are padded on the right.
 
@@ -68,6 +90,7 @@ class TrainBatch:
         hidden: Captured states of the target by tap; empty if none were captured. 0 in the padding.
         rows_of_target: Captured likeliest tokens of the target's logits; None if they were not captured.
         logits_of_target: The target's captured logits; None if they were not captured.
+        few_of_target: The target's logits of the tokens that a head can guess; None if they were not made.
         known: What the host knows of the rows, for a batch on a device; None if it must be copied from there.
     """
 
@@ -79,6 +102,7 @@ class TrainBatch:
     hidden: Mapping[int, Float[Tensor, "rows length hidden"]] = field(default_factory=dict)
     rows_of_target: TopRows | None = None
     logits_of_target: Float[Tensor, "rows length vocab"] | None = None
+    few_of_target: FewRows | None = None
     known: HostRows | None = None
 
     @property

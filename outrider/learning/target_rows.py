@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outrider.learning.batch import TrainBatch
-from outrider.learning.divergences import worth_keeping
+from outrider.learning.batch import FewRows, TrainBatch
+from outrider.learning.divergences import CHUNK, worth_keeping
 from outrider.learning.packing import along
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.hf.taps import tapped
@@ -50,6 +50,31 @@ def with_rows(batch: TrainBatch, embedding_and_head: EmbeddingAndHead, last: int
         return batch
     with torch.no_grad():
         return replace(batch, logits_of_target=embedding_and_head.head(embedding_and_head.norm(batch.hidden[last])))
+
+
+def with_few_rows(
+    batch: TrainBatch, embedding_and_head: EmbeddingAndHead, last: int, width: int, ids: Int[Tensor, " few"]
+) -> TrainBatch:
+    """The batch with the target's logits of some tokens, where the next token is learnt, if they are few; otherwise
+    the batch as it is. Logits of all tokens are in memory for one chunk of places at a time.
+
+    Args:
+        batch: As for `with_rows`, like the next two.
+        ids: The tokens, ascending.
+    """
+    captured = batch.logits_of_target is not None or batch.rows_of_target is not None
+    learnt = torch.nn.functional.pad(batch.learnt[:, 1:], (0, 1))
+    if captured or not worth_keeping(learnt.numel(), len(ids)):
+        return batch
+    logits, covered = [], []
+    with torch.no_grad():
+        for states in batch.hidden[last][learnt].split(CHUNK):
+            rows = embedding_and_head.head(embedding_and_head.norm(states))[..., :width]
+            logits.append(rows.index_select(-1, ids))
+            covered.append(torch.isin(rows.argmax(-1), ids))
+    numbers = (learnt.flatten().cumsum(0) - 1).reshape(learnt.shape)
+    few = FewRows(logits=torch.cat(logits), covered=torch.cat(covered), numbers=numbers) if logits else None
+    return replace(batch, few_of_target=few)
 
 
 def rows_at(

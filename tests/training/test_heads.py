@@ -221,6 +221,17 @@ def test_logits_that_are_kept_give_the_gradients_of_those_computed_again(monkeyp
         assert torch.allclose(kept[name], again[name], rtol=1e-4, atol=1e-6), name
 
 
+@pytest.mark.parametrize(("kind", "ids"), [case for case in WITH_FEW if case[1] is not None])
+def test_the_targets_output_layer_runs_once_for_all_guesses_of_a_head_with_few_tokens(kind, ids):
+    made, given, seen = learner(kind, ids=ids), batch(), []
+    output = made.embedding_and_head.head
+    made.embedding_and_head = replace(
+        made.embedding_and_head, head=lambda states: seen.append(states[..., 0].numel()) or output(states)
+    )
+    made(given)
+    assert sum(seen) == int(given.learnt.sum())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_captured_states_give_the_loss_of_live_ones(kind):
     made, given, model = learner(kind), batch(), target()
