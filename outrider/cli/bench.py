@@ -55,12 +55,14 @@ class BenchOptions:
         objective: What a good request keeps, in milliseconds, such as `ttft:200`, `tpot:50` or `e2el:3000`; may be
             given several times. Good requests per second are then counted.
         peers: Other engines, with commas: transformers (plain), assisted (its own speculation), vllm, llama, ik_llama,
-            openvino, openvino_int8, openvino_int4 (the last two round the weights).
+            openvino, openvino_int8, openvino_int4 (these two round the weights), flashspec, economize.
         peer_target: Directory of the target's checkpoint, for engines that do not read its GGUF file.
         peer_draft: The same of the draft model.
         peer_prompts: Prompts on which their greedy tokens are compared with the target's and with their own plain ones.
         vllm_python: A Python that has vLLM.
         openvino_python: A Python that has OpenVINO GenAI.
+        flashspec_python: A Python that has FlashSpec.
+        economize_python: A Python that has economize.
         llama_server: A llama-server of llama.cpp that you built.
         ik_llama_server: A llama-server of ik_llama.cpp that you built.
         environments: Folder of environments of other engines. By default in the user's cache.
@@ -91,6 +93,8 @@ class BenchOptions:
     peer_prompts: int = option(3, least=1)
     vllm_python: Path | None = None
     openvino_python: Path | None = None
+    flashspec_python: Path | None = None
+    economize_python: Path | None = None
     llama_server: Path | None = None
     ik_llama_server: Path | None = None
     environments: Path | None = None
@@ -229,7 +233,8 @@ def peers_of(options: BenchOptions) -> Any:
     """The other engines."""
     from outrider.bench.side_by_side.peers import PeerOptions, usual_folder
 
-    pythons = _given(vllm=options.vllm_python, openvino=options.openvino_python)
+    own = ("vllm", "openvino", "flashspec", "economize")
+    pythons = _given(**{name: getattr(options, f"{name}_python") for name in own})
     servers = _given(llama=options.llama_server, ik_llama=options.ik_llama_server)
     names = [name.strip() for name in options.peers.split(",") if name.strip()]
     # A Python serves all engines whose names begin with its own.

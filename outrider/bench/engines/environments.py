@@ -27,6 +27,8 @@ exports, and nothing that is installed beside Outrider.
 """
 TORCH = "torch==2.13.0"
 """By itself and first: looser requirements would fetch other builds."""
+TRANSFORMERS = "transformers==5.24.0"
+"""For engines that decode with its models."""
 
 
 class CannotMake(Exception):
@@ -136,3 +138,8 @@ class Environment:
         self.make(room)
         (room.place / MARK).write_text("\n".join(self.pins) + "\n", encoding="utf-8")
         return room
+
+
+def installed(room: EnvironmentFolder) -> None:
+    """Make an environment of what pip finds for its pins."""
+    room.pip("install", *room.pins)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.engines import ik_llama, llama, openvino, vllm
+from outrider.bench.engines import economize, flashspec, ik_llama, llama, openvino, vllm
 from outrider.bench.engines.agreement import Surprise, agreement, surprise
 from outrider.bench.engines.driver import DriverRequest, Options
 from outrider.bench.engines.engine import DRAFT_MODEL, PeerEngine, converted
@@ -28,6 +28,8 @@ OUTSIDE: Mapping[str, PeerEngine] = {
     "ik_llama": ik_llama.ENGINE,
     "openvino": openvino.ENGINE,
     **openvino.ROUNDED_ENGINES,
+    "flashspec": flashspec.ENGINE,
+    "economize": economize.ENGINE,
 }
 """Engines in processes of their own."""
 NEARLY = {"bfloat16": 0.5, "float32": 0.01}
@@ -48,7 +50,8 @@ class PeerOptions:
     """Which other engines take part.
 
     Attributes:
-        names: Of `transformers`, `assisted`, `vllm`, `llama`, `ik_llama`, `openvino`, `openvino_int8`, `openvino_int4`.
+        names: Of `transformers`, `assisted`, `vllm`, `llama`, `ik_llama`, `openvino`, `openvino_int8`, `openvino_int4`,
+            `flashspec`, `economize`.
         environments: Folder of their environments, and of models in their formats.
         target_folder: A checkpoint of the target, for engines that do not read its GGUF file. Its weights are others.
         draft_folder: The same of the draft model.
