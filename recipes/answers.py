@@ -27,8 +27,12 @@ import typer
 from numpy.typing import NDArray
 
 import outrider
+from outrider.assembly import completed, tokenizer_of
 from outrider.core import files
+from outrider.core.progress import task
 from outrider.core.types import InputError, Sampling
+from outrider.engine.prompts import encode
+from outrider.setup import Setup
 from recipes import options
 
 SHARD = 256
@@ -107,11 +111,22 @@ def _of_code(text: str) -> Iterator[str]:
             yield task.format(whole)
 
 
+def chat(prompt: Asked) -> list[dict[str, str]]:
+    """A prompt as the messages of a chat."""
+    return [{"role": "user", "content": prompt.text}]
+
+
 def answered(engine: outrider.Engine, prompts: Sequence[Asked], seed: int, max_new_tokens: int) -> list[list[int]]:
     """The token ids of the answers to a shard of prompts."""
-    chats = [[{"role": "user", "content": each.text}] for each in prompts]
     sampling = [Sampling(temperature=each.temperature, seed=seed + i) for i, each in enumerate(prompts)]
-    return [list(out.tokens) for out in engine.generate(chats, max_new_tokens=max_new_tokens, sampling=sampling)]
+    with task("answers", len(prompts), "answers") as bar:
+        outputs = engine.generate(
+            list(map(chat, prompts)),
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            progress=lambda _: bar.advance(),
+        )
+    return [list(out.tokens) for out in outputs]
 
 
 def write_shard(place: Path, answers: Sequence[Sequence[int]]) -> None:
@@ -150,21 +165,23 @@ def main(
     num_shards = min(num_shards, len(prompts) // SHARD)
     out.mkdir(parents=True, exist_ok=True)
     places = [out / f"{n:04}.npz" for n in range(num_shards)]
-    engine = outrider.load(target, drafter="none", max_slots=max_slots, max_context=2048, activations=activations)
-    for n, place in enumerate(places):
-        if n < first_shard or place.exists():
-            continue
+    missing = [n for n, place in enumerate(places) if n >= first_shard and not place.exists()]
+    if missing:
+        engine = outrider.load(target, drafter="none", max_slots=max_slots, max_context=2048, activations=activations)
+    for n in missing:
+        place = places[n]
         began, shard = time.perf_counter(), prompts[n * SHARD : (n + 1) * SHARD]
         answers = answered(engine, shard, n * SHARD, max_new_tokens)
         write_shard(place, answers)
         count, seconds = sum(map(len, answers)), time.perf_counter() - began
         print(f"{place.name}: {count} tokens in {seconds:.0f} s", file=sys.stderr, flush=True)
     if jsonl is not None:
+        tokenizer = tokenizer_of(completed(Setup(target)))
         with files.replaced(jsonl) as fresh, fresh.open("w", encoding="utf-8") as file:
             for n, place in enumerate(places):
                 if not place.exists():
                     continue
                 for each, answer in zip(prompts[n * SHARD :], read_shard(place), strict=False):
-                    prompt = engine.encode([{"role": "user", "content": each.text}])
+                    prompt = encode(chat(each), tokenizer)
                     record = {"tokens": [*prompt, *answer.tolist()], "start": len(prompt)}
                     file.write(json.dumps(record) + os.linesep)
