@@ -166,13 +166,16 @@ def _by_load(parts: Parts, experience: Experience, states: Sequence[Running], ro
     choice = policy.choose(experience, states, rooms)
     if parts.tree.structure != "chain":
         return cast(SizingPolicy, policy).sized(experience, states, choice, rooms, cast(RankedTree, parts.tree))
-    looking = [each for each in groups(states) if each[0].looks_up and any(choice.lengths[i] for i in each[1])]
+    able = [each for each in groups(states) if each[0].looks_up]
+    everyone = bool(able) and policy.looks(experience, states, choice)
+    wanted = rooms if everyone else choice.lengths
+    looking = [each for each in able if any(wanted[i] for i in each[1])]
     if not looking:
         return choice
     found: list[Sequence[float] | None] = [() if drafter_of(state).looks_up else None for state in states]
     looked = list(choice.lengths)
     for drafter, group in looking:
-        places = [i for i in group if choice.lengths[i]]
+        places = [i for i in group if wanted[i]]
         for i in places:
             looked[i] = min(rooms[i], parts.length.limit(states[i].length_state))
         rates = drafter.look_up([states[i] for i in places], [looked[i] for i in places])

@@ -85,6 +85,8 @@ class CostTable:
     Attributes:
         rows: What was measured. For some number of requests there is a greedy plain step and a longer one.
         catch_up: Seconds that the drafter takes for a token that it missed while its request did not draft.
+        looking: Seconds that a drafter which looks tokens up takes to find a request's draft, or that there is none;
+            None: as long as it takes in a step with drafts of one token.
         doubt: Relative standard error of a draft's cost over that of a plain step.
         unsteady: Standard deviation of the logarithm of how slow the machine was while the steps were timed.
         kept: Whether the table is kept on this machine, so that another process reads the same one.
@@ -103,6 +105,7 @@ class CostTable:
 
     rows: tuple[StepCost, ...]
     catch_up: float = 0.0
+    looking: float | None = None
     doubt: float = 0.0
     unsteady: float = 0.0
     kept: bool = False
@@ -114,8 +117,9 @@ class CostTable:
     def __post_init__(self) -> None:
         if not all(math.isfinite(row.seconds) and row.seconds > 0 for row in self.rows) or not self._batches(False):
             raise ValueError("a table of costs needs a plain step and a longer one, each of more than 0 seconds")
-        if not all(0 <= number < math.inf for number in (self.doubt, self.unsteady)):
-            raise ValueError(f"doubt and unsteady must be >= 0 and finite, got {self.doubt} and {self.unsteady}")
+        if not all(0 <= number < math.inf for number in (self.doubt, self.unsteady, self.looking or 0.0)):
+            numbers = f"{self.doubt}, {self.unsteady} and {self.looking}"
+            raise ValueError(f"doubt, unsteady and looking must be >= 0 and finite, got {numbers}")
 
     @classmethod
     def of_formula(
@@ -128,10 +132,11 @@ class CostTable:
     @classmethod
     def of_values(cls, values: Mapping[str, Any]) -> "CostTable":
         """The table that `values` described. Raises KeyError, TypeError or ValueError if they describe none."""
-        measured = values.get("measured")
+        measured, looking = values.get("measured"), values.get("looking")
         return cls(
             rows=tuple(StepCost(**row) for row in values["rows"]),
             catch_up=float(values["catch_up"]),
+            looking=None if looking is None else float(looking),
             doubt=float(values["doubt"]),
             unsteady=float(values["unsteady"]),
             measured=None if measured is None else float(measured),
@@ -140,7 +145,7 @@ class CostTable:
 
     def values(self) -> dict[str, Any]:
         """The table as values of JSON. Whether it is kept or was disturbed is not among them."""
-        names = ("catch_up", "doubt", "unsteady", "measured", "measurements")
+        names = ("catch_up", "looking", "doubt", "unsteady", "measured", "measurements")
         numbers = {name: getattr(self, name) for name in names}
         return {"rows": [asdict(row) for row in self.rows], **numbers}
 
@@ -203,7 +208,7 @@ class CostTable:
     @cached_property
     def without_drafter(self) -> "CostTable":
         """What steps cost in which another drafter drafts, which takes no time."""
-        return replace(self, rows=tuple(replace(row, drafter=0.0) for row in self.rows), catch_up=0.0)
+        return replace(self, rows=tuple(replace(row, drafter=0.0) for row in self.rows), catch_up=0.0, looking=0.0)
 
     def trees(self, requests: int, width: float, *, sampled: bool, context: int, longest: int) -> Steps:
         """Seconds of steps as `steps` has them, if drafts are trees with `width` nodes at each depth.
@@ -284,7 +289,8 @@ class CostTable:
             steps[:, 0] = plain
             steps = np.maximum(np.vstack([np.full(longest + 1, plain), steps]), plain / 10)
             steps.setflags(write=False)
-            self._known[key] = steps, plain + np.array([0.0, *looks[:, 1]])
+            asked = [0.0, *looks[:, 1]] if self.looking is None else self.looking * np.arange(requests + 1)
+            self._known[key] = steps, plain + np.array(asked)
         known: tuple[Steps, Float[np.ndarray, " asking"]] = self._known[key]
         return known
 

@@ -27,6 +27,8 @@ HOLD = 8
 """For how many steps a choice that is certain holds for the same requests."""
 NEAR = 0.99
 """The share of the best rate at which a shorter draft is as good."""
+FREE = 0.01
+"""The share of a plain step that looking for drafts may take without a gain that is expected from all of them."""
 AHEAD = 0.5
 """As how much of what a request may emit its output is taken to be long."""
 
@@ -42,9 +44,10 @@ class GoodputLength(CheckedOptions):
     draft is a cost too, spread over the request's output. A step in which nobody drafts is one of plain decoding: the
     drafter is not called, and a draft model does not read along.
 
-    Where the drafter knows its drafts before the step, because it looks tokens up, these lengths say who looks for one.
-    The lengths of the drafts that were found are then chosen by the same rule: their $E_r$ is that of the probabilities
-    which the drafter promises (`promised_tokens`).
+    Where the drafter knows its drafts before the step, because it looks tokens up, these lengths say who looks for one;
+    everyone does where looking takes less than a hundredth of a step. The lengths of the drafts that were found are
+    then chosen by the same rule: their $E_r$ is that of the probabilities which the drafter promises
+    (`promised_tokens`). So a text that repeats itself is copied, whatever became of drafts in other texts.
 
     With tree `dynamic`, these lengths say who drafts, at the width that trees had so far. `SizedTree` then chooses the
     nodes and the levels of each tree while it grows, by the same costs and by what the drafter's probabilities were
@@ -119,6 +122,13 @@ class GoodputLength(CheckedOptions):
                 lengths[i] = min(rooms[i], length)
         state = PolicyState(ids=ids, rooms=rooms, lengths=lengths, age=1 if certain else HOLD, gain=gain)
         return LengthChoice(lengths=lengths, state=state, context=context)
+
+    def looks(self, experience: Experience, states: Sequence[Running], choice: LengthChoice) -> bool:
+        if experience.costs is None:
+            return False
+        draws = any(state.request.sampling.temperature > 0 for state in states)
+        missed = experience.costs.missed(len(states), sampled=draws, context=choice.context)
+        return bool(missed[-1] <= (1 + FREE) * missed[0])
 
     def shorten(
         self,

@@ -79,6 +79,12 @@ class LoadPolicy(Protocol):
         """
         ...
 
+    def looks(self, experience: Experience, states: Sequence[Running], choice: LengthChoice) -> bool:
+        """Whether all requests look for drafts, also those for which `choose` found none worth it. Asked where a
+        drafter can find its drafts before their lengths are chosen. Changes nothing.
+        """
+        ...
+
     def shorten(
         self,
         experience: Experience,

@@ -28,7 +28,7 @@ CONTEXT, FAR = 64, 512
 """Tokens before the steps of most rows, and before those that tell what a longer context costs."""
 PERIOD = 16
 """The text repeats itself after so many tokens, so that drafters that look tokens up always propose some."""
-LENGTHS, ALL_LENGTHS = (0, 4, 8, 2, 16), (0, 4, 8, 16, 1, 2, 3, 5, 6, 7, 12)
+LENGTHS, ALL_LENGTHS = (0, 4, 1, 8, 2, 16, 3), (0, 4, 8, 16, 1, 2, 3, 5, 6, 7, 12)
 """Draft lengths of a short and of a thorough probe, the most important first."""
 BATCHES, ALL_BATCHES = (1, 4, 16, 64), (1, 2, 4, 8, 16, 32, 64)
 """Numbers of requests in a short and in a thorough probe, beside the largest one. With fewer kinds of steps there are
@@ -40,8 +40,11 @@ SAMPLED = (0, 8, 2)
 WARM_UP, REPEATS, MANY_REPEATS = 1, 12, 48
 """Steps of each kind that are not timed, because they may compile or allocate; and the most that are timed, in a short
 and in a thorough probe."""
-SHORT, THOROUGH = 1.5, 20.0
-"""Seconds of a probe, about. A slow model gets fewer kinds of steps, and at least three repeats."""
+SHORT, LONGER, THOROUGH = 1.5, 4.0, 20.0
+"""Seconds of a short probe of a fast model and of a slow one, and of a thorough probe, about. A very slow model gets
+fewer kinds of steps, and at least three repeats."""
+PLAIN_STEPS = 64
+"""As long as so many plain steps a short probe may take, up to `LONGER`."""
 PLAIN_REPEATS = 3
 """Plain steps of a kind in a round: the costs of all drafts are compared with theirs."""
 POLISH = 8
@@ -144,6 +147,21 @@ class StepProbe:
             drafter=timing.drafter,
             rest=timing.total - timing.target - timing.drafter,
         )
+
+    def looking(self) -> float | None:
+        """Seconds in which a drafter that looks tokens up finds the next draft of a request; None of other drafters."""
+        drafter = self._parts.drafter
+        if not drafter.looks_up:
+            return None
+        state, seconds = replace(self.states[0], tokens=list(self.states[0].tokens)), []
+        state.drafter_state = drafter.open(state.request)
+        for _ in range(WARM_UP + REPEATS):
+            state.tokens.append(self.text[len(state.tokens) % PERIOD])
+            began = time.perf_counter()
+            drafter.look_up([state], [max(ALL_LENGTHS)])
+            seconds.append(time.perf_counter() - began)
+        drafter.close(state.drafter_state)
+        return statistics.median(seconds[WARM_UP:])
 
     def close(self) -> None:
         """Release the slots."""
@@ -280,9 +298,8 @@ def measure(
     Args:
         max_requests: Most requests of a step.
         thorough: Measure all lengths at both temperatures, which takes longer.
-        seconds: About how long it may take; by default `SHORT` or `THOROUGH`.
+        seconds: About how long it may take; by default as long as `SHORT` and `THOROUGH` say.
     """
-    seconds = seconds or (THOROUGH if thorough else SHORT)
     deepest = parts.drafter.components[-1].max_depth
     longest = min(max(ALL_LENGTHS) if deepest is None else deepest, parts.target.max_context // 4)
     batches = sorted({b for b in (ALL_BATCHES if thorough else BATCHES) if b < max_requests} | {max_requests})
@@ -293,7 +310,9 @@ def measure(
     parts = replace(parts, tree=ChainTree())
     bench = StepProbe(parts, context)
     try:
+        seconds = seconds or (THOROUGH if thorough else _short(bench))
         rounds = repeated(bench, _kinds(batches, longest, thorough), seconds, MANY_REPEATS if thorough else REPEATS)
+        looking = bench.looking() if bench.states else None
     finally:
         bench.close()
     costs = rounds.costs()
@@ -318,11 +337,18 @@ def measure(
     return CostTable(
         rows=tuple(rows),
         catch_up=_catch_up(parts, costs[ends[0]], costs[ends[1]]),
+        looking=looking,
         doubt=rounds.doubt(),
         unsteady=rounds.unsteady,
         busy=busy,
         measured=time.time(),
     )
+
+
+def _short(bench: StepProbe) -> float:
+    """Seconds of a short probe."""
+    plain = [bench.step(StepShape(requests=1, length=0)) for _ in range(WARM_UP + 1)][-1]
+    return SHORT if plain is None else min(max(SHORT, PLAIN_STEPS * plain.seconds), LONGER)
 
 
 def _kinds(batches: Sequence[int], longest: int, thorough: bool) -> list[StepShape]:

@@ -12,7 +12,7 @@ from outrider.host import remembered
 from outrider.host.remembered import machine, shapes
 from outrider.lengths.costs import CostTable
 from outrider.lengths.experience import MOST_DOUBT, PAUSE, Experience
-from outrider.plan.probe import ALONE, measure
+from outrider.plan.probe import ALONE, LENGTHS, measure
 
 RECORD = "costs"
 """The kind of record that keeps costs between processes."""
@@ -121,5 +121,6 @@ def _key_of_table(parts: Parts, max_requests: int) -> Mapping[str, Any]:
     """Under which costs of steps of up to so many requests are kept. Tables of other kinds of steps are not read. Of a
     drafter of several, the one that costs most is measured.
     """
-    key = {**key_of(replace(parts, drafter=parts.drafter.components[-1])), "alone": list(ALONE)}
+    kinds = {"alone": list(ALONE), "lengths": list(LENGTHS)}
+    key = {**key_of(replace(parts, drafter=parts.drafter.components[-1])), **kinds}
     return {**key, "requests": MANY} if max_requests > FEW else key

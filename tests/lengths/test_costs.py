@@ -101,6 +101,10 @@ def test_a_longer_context_may_cost_a_request_less_in_a_larger_step():
 
 
 def test_a_table_survives_a_file():
+    values = json.loads(json.dumps(replace(TABLE, looking=0.5).values()))
+    assert CostTable.of_values(values).missed(1, sampled=False, context=64)[1] == pytest.approx(
+        0.5 + TABLE.steps(1, sampled=False, context=64, longest=1)[0, 0]
+    )
     values = json.loads(json.dumps(TABLE.values()))
     assert CostTable.of_values(values) == TABLE
     with pytest.raises((KeyError, TypeError)):

@@ -10,7 +10,7 @@ from outrider.core.types import Guess, Step
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
 from outrider.lengths.acceptance import expected_tokens
-from outrider.lengths.costs import CostTable
+from outrider.lengths.costs import CostTable, StepCost
 from outrider.lengths.experience import Experience
 from outrider.trees.chain import ChainTree
 from tests.world.models import llama
@@ -44,9 +44,9 @@ def test_a_step_says_how_long_a_draft_it_had_room_for_although_none_was_found():
 
 def test_an_engine_learns_that_its_drafter_finds_nothing_and_asks_no_more():
     engine, asked = running("goodput"), []
-    engine.parts = replace(
-        engine.parts, experience=Experience(CostTable.of_formula(lambda b, drafted: 1 + 0.2 * drafted))
-    )
+    # To look for a draft takes a fiftieth of a step.
+    rows = [StepCost(requests=1, length=n, target=1 + 0.2 * n, drafter=0.02 * (n > 0)) for n in range(17)]
+    engine.parts = replace(engine.parts, experience=Experience(CostTable(rows=tuple(rows))))
     for _ in range(8):
         found: list[Step] = []
         engine.add(NEW, max_new_tokens=24, sampling=Sampling(temperature=5.0), ignore_eos=True)

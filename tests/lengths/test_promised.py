@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import outrider
-from outrider.core.types import Running, Sampling
+from outrider.core.types import Running, Sampling, Step
 from outrider.lengths.acceptance import FADE, Counts, promised_tokens
-from outrider.lengths.costs import CostTable
+from outrider.lengths.costs import CostTable, StepCost
 from outrider.lengths.experience import Experience
 from outrider.lengths.goodput import GoodputLength
 from recipes.length_simulation import step
@@ -150,3 +150,19 @@ def test_an_engine_stops_its_drafts_by_promise_and_counts_what_it_asked_for():
     assert all(len(made.promised) == made.num_draft_tokens <= made.room <= 16 for made in steps)
     assert all(0 < promise <= 1 for made in steps for promise in made.promised)
     assert 0 < sum(engine.parts.experience.greedy.promised) <= sum(engine.parts.experience.greedy.tested[1:])
+
+
+@pytest.mark.parametrize(("looking", "looks"), [(0.005, True), (0.05, False)])
+def test_a_draft_is_looked_for_where_that_costs_next_to_nothing_whatever_became_of_others(looking, looks):
+    rows = [StepCost(requests=1, length=n, target=1 + 0.5 * n, drafter=looking * (n > 0)) for n in (0, 1, 16)]
+    engine = outrider.load(llama(), drafter="suffix:min_match=1", length="goodput")
+    experience = Experience(CostTable(rows=tuple(rows)))
+    experience.greedy = many(0.5, 0.3, 4000.0)
+    assert POLICY.choose(experience, running(1), [16]).lengths == [0]
+    engine.parts = replace(engine.parts, experience=experience)
+    steps: list[Step] = []
+    engine.add([5, 6, 7, 8] * 16, max_new_tokens=60, sampling=Sampling(temperature=0), ignore_eos=True)
+    while engine.busy:
+        engine.step(steps.append)
+    assert any(made.room for made in steps) == looks
+    assert any(made.num_draft_tokens for made in steps) == looks

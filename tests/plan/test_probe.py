@@ -46,6 +46,8 @@ def test_every_kind_of_step_is_measured_and_all_slots_are_free_again(drafter):
     assert all(row.target > 0 and row.rest > 0 and row.drafter >= 0 for row in found.rows)
     assert not found.kept
     assert (found.catch_up > 0) <= (drafter in ("model", "ngram", "suffix"))
+    assert (found.looking is not None) == (drafter == "suffix")
+    assert found.looking is None or 0 < found.looking < 0.1
     free = free_slots(used)
     assert set(free) == {8}
 
