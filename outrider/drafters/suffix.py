@@ -12,7 +12,7 @@ import numpy as np
 from outrider.core.option import CheckedOptions, option
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.automaton import SEPARATOR, CopiedTokens, Followers, Match, SuffixAutomaton
-from outrider.drafters.continuations import COPIED, CopiedBranches, CopyState
+from outrider.drafters.continuations import CopiedBranches, CopyState
 from outrider.drafters.exports import Exports
 from outrider.drafters.memory import LEAD, KnownTexts, TextMemory
 from outrider.drafters.prediction import PredictedText, counts, note_accepted, promised
@@ -26,6 +26,8 @@ LEAST = 0.1
 """A draft ends before the product of its tokens' shares falls below this."""
 LOOK = 16
 """Tokens of a draft by which possible drafts are compared. So a shorter draft is the beginning of a longer one."""
+LIKELY = [match / (match + 2) for match in range(129)]
+"""How likely a copied token is right, by how many tokens before it match."""
 READ = 32
 """Tokens of ended requests that are read in a step, for each request that drafts. A step emits fewer."""
 
@@ -113,8 +115,9 @@ class SuffixDrafter(CheckedOptions, TokenOnly):
     def look_up(self, states: Sequence[Running], depths: Sequence[int]) -> list[Sequence[float]]:
         r"""Find the next draft of each request.
 
-        A token with the share $s$ behind m matching tokens is promised with
-        $s\,\sigma(\operatorname{logit} 0.6 + 0.4 \ln m)$: the longer the match, the likelier the copy.
+        A token with the share $s$ behind m matching tokens is promised with $s\,m / (m + 2)$: the longer the match, the
+        likelier the copy. So it was in greedy answers of SmolLM2-135M-Instruct: 0.64 behind 2 or 3 tokens, 0.80 behind
+        4 to 7, 0.95 behind 16 to 31; in drawn ones 0.40, 0.59 and 0.80.
         """
         self._find(states, depths)
         return [self._rates(state, depth) for state, depth in zip(states, depths, strict=True)]
@@ -229,8 +232,8 @@ class SuffixDrafter(CheckedOptions, TokenOnly):
         drafter_state = _suffix_state(state)
         draft = drafter_state.draft
         if (promise := promised(drafter_state.prediction, state.tokens, depth)) is not None:
-            return COPIED[promise.match : promise.match + promise.tokens]
-        return [share * COPIED[min(draft.length + i, len(COPIED) - 1)] for i, share in enumerate(draft.shares[:depth])]
+            return LIKELY[promise.match : promise.match + promise.tokens]
+        return [share * LIKELY[min(draft.length + i, len(LIKELY) - 1)] for i, share in enumerate(draft.shares[:depth])]
 
     def _best(self, automaton: SuffixAutomaton, state: int, length: int, depth: int) -> CopiedTokens:
         return automaton.best_continuation(state, length, depth, min_match=self.min_match, min_reach=LEAST)
