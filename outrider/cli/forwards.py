@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 
+from outrider.drafters.protocol import lm_of
 from outrider.engine.engine import Engine
 from outrider.lm.head import HeadLM
 from outrider.lm.model import LanguageModel
@@ -10,7 +11,7 @@ from outrider.lm.model import LanguageModel
 
 def models(engine: Engine) -> dict[str, LanguageModel]:
     """The target and the draft model, by role; those with recurrent layers, and other drafters, are left out."""
-    draft = getattr(engine.parts.drafter, "lm", None)
+    draft = lm_of(engine.parts.drafter)
     # A draft model with another vocabulary stands behind a translation.
     by_role = {"target": engine.parts.target, "draft model": getattr(draft, "lm", draft)}
     return {role: lm for role, lm in by_role.items() if isinstance(lm, LanguageModel)}

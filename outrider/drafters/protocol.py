@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -293,6 +293,13 @@ class UnboundModel(Unbound, Protocol):
     def read_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer beside the model; None if there is none."""
         ...
+
+
+def lm_of(drafter: Drafter) -> Any:
+    """The model or head that a drafter runs, itself or as the last of several; None: it runs none."""
+    while (last := drafter.components[-1]) is not drafter:
+        drafter = last
+    return getattr(drafter, "lm", None)
 
 
 def check_longest(max_context: int | None) -> None:

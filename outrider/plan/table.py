@@ -8,6 +8,7 @@ from typing import Any
 
 from outrider import catalog
 from outrider.decoding.protocol import Parts
+from outrider.drafters.protocol import lm_of
 from outrider.host import remembered
 from outrider.host.remembered import machine, shapes
 from outrider.lengths.costs import CostTable
@@ -102,7 +103,7 @@ def read(parts: Parts, max_requests: int = 1) -> CostTable | None:
 
 def key_of(parts: Parts) -> Mapping[str, Any]:
     """What the cost of a step depends on: machine and versions, shapes of weights, forwards, drafter and verifier."""
-    draft = getattr(parts.drafter, "lm", None)
+    draft = lm_of(parts.drafter)
     # A draft model with another vocabulary stands behind a translation.
     models = (parts.target, getattr(draft, "lm", draft))
     config = getattr(getattr(parts.target, "model", None), "config", None)

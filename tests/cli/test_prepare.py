@@ -3,6 +3,7 @@
 import pytest
 
 from outrider.core import progress
+from outrider.embedded import EMBEDDED_DRAFT
 from outrider.lm.forwards.forward import ForwardChoice
 from outrider.lm.model import LanguageModel
 from tests.cli.test_cli import run
@@ -43,7 +44,8 @@ def test_a_cache_folder_that_cannot_be_written_is_a_sentence(monkeypatch, capsys
 
 
 @needs_compiled_forwards
-def test_all_that_takes_long_is_said_meanwhile(monkeypatch, capsys):
+@pytest.mark.parametrize("drafter", ["model", "first:suffix,model", "first:suffix,union:ngram,model"])
+def test_all_that_takes_long_is_said_meanwhile(monkeypatch, capsys, drafter):
     said = []
 
     def noting(result):
@@ -56,9 +58,10 @@ def test_all_that_takes_long_is_said_meanwhile(monkeypatch, capsys):
     monkeypatch.setattr(LanguageModel, "prepare", noting(None))
     monkeypatch.setattr("outrider.cli.prepare.choose", noting(ForwardChoice(forward="eager", pad_to=1)))
     monkeypatch.setattr("outrider.cli.prepare.measured", noting(None))
-    status, _, _ = run(monkeypatch, capsys, "prepare")
-    assert status == 0
+    status, _, err = run(monkeypatch, capsys, "prepare", "--drafter", f"{drafter}:path={EMBEDDED_DRAFT}")
+    assert status == 0, err
     target, draft, steps = said[:2], said[2:4], said[4:]
     assert target == ["target: compiling its forward", "target: timing its forwards"]
     assert [what.partition(": ")[2] for what in draft] == [what.partition(": ")[2] for what in target]
-    assert steps == ["timing steps of target and drafter, for up to half a minute"]
+    # The drafts of a union have one length, which nothing chooses by costs.
+    assert steps == ["timing steps of target and drafter, for up to half a minute"] * ("union" not in drafter)

@@ -17,6 +17,7 @@ from outrider.bench.side_by_side.ways import BatchWay, driver_way, transformers_
 from outrider.core.inputs import InputError, unknown
 from outrider.core.place import on_disk, place_of
 from outrider.core.progress import task
+from outrider.drafters.protocol import lm_of
 from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation
 
@@ -318,5 +319,4 @@ class Peers:
 
 def draft_model_of(engine: Engine) -> Any:
     """The draft model of an engine as transformers has it; None where its drafter is something else."""
-    model = getattr(engine.parts.drafter, "lm", None)
-    return getattr(model, "model", None)
+    return getattr(lm_of(engine.parts.drafter), "model", None)
