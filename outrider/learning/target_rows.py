@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outrider.learning.batch import FewRows, TrainBatch
+from outrider.learning.batch import FewRows, TrainBatch, on_device
 from outrider.learning.divergences import CHUNK, worth_keeping
 from outrider.learning.packing import along
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
@@ -63,17 +64,20 @@ def with_few_rows(
         ids: The tokens, ascending.
     """
     captured = batch.logits_of_target is not None or batch.rows_of_target is not None
-    learnt = torch.nn.functional.pad(batch.learnt[:, 1:], (0, 1))
-    if captured or not worth_keeping(learnt.numel(), len(ids)):
+    if captured or not worth_keeping(batch.tokens.numel(), len(ids)):
         return batch
+    # The places are known on the host, so that nobody waits for a device.
+    learnt = np.pad(batch.host.learnt[:, 1:], ((0, 0), (0, 1))).ravel()
+    [places], counted = learnt.nonzero(), learnt.cumsum() - 1
+    at, numbers = (on_device(each, batch.tokens.device) for each in (places, counted.clip(0)))
     logits, covered = [], []
     with torch.no_grad():
-        for states in batch.hidden[last][learnt].split(CHUNK):
+        for states in batch.hidden[last].flatten(0, 1).index_select(0, at).split(CHUNK):
             rows = embedding_and_head.head(embedding_and_head.norm(states))[..., :width]
             logits.append(rows.index_select(-1, ids))
             covered.append(torch.isin(rows.argmax(-1), ids))
-    numbers = (learnt.flatten().cumsum(0) - 1).reshape(learnt.shape)
-    few = FewRows(logits=torch.cat(logits), covered=torch.cat(covered), numbers=numbers) if logits else None
+    numbers = numbers.reshape(batch.tokens.shape)
+    few = FewRows(logits=torch.cat(logits), covered=torch.cat(covered), numbers=numbers)
     return replace(batch, few_of_target=few)
 
 
