@@ -11,7 +11,7 @@ from outrider.core.types import Guess, Request, Running, Step
 from outrider.drafters.protocol import Copying, fits
 from outrider.drafters.several import CombinedDrafter, SeveralOf
 from outrider.drafters.union import UnionDrafter, UnionOf
-from outrider.lengths.acceptance import FADE, PRIOR
+from outrider.lengths.acceptance import FADE, PRIOR, copy_rate
 from outrider.lengths.costs import CostTable
 from outrider.lm.target_info import TargetInfo
 
@@ -221,9 +221,8 @@ def _best_rate(acceptance: float, longest: int, seconds: Float[np.ndarray, " len
 
 
 def _prior(kind: Kind) -> float:
-    """The acceptance of a copy before any of its kind is seen: m / (m + 2) behind a match of m tokens."""
-    match: int = 1 << (kind[1] - 1)
-    return match / (match + 2)
+    """The acceptance of a copy before any of its kind is seen."""
+    return copy_rate(1 << (kind[1] - 1))
 
 
 @dataclass(frozen=True, kw_only=True)

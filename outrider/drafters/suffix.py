@@ -18,6 +18,7 @@ from outrider.drafters.memory import LEAD, KnownTexts, TextMemory
 from outrider.drafters.prediction import PredictedText, counts, note_accepted, promised
 from outrider.drafters.protocol import Promise
 from outrider.drafters.token_only import USUAL_HITS, TokenOnly
+from outrider.lengths.acceptance import copy_rate
 from outrider.lm.target_info import TargetInfo
 
 REACH = 64
@@ -26,7 +27,7 @@ LEAST = 0.1
 """A draft ends before the product of its tokens' shares falls below this."""
 LOOK = 16
 """Tokens of a draft by which possible drafts are compared. So a shorter draft is the beginning of a longer one."""
-LIKELY = [match / (match + 2) for match in range(129)]
+LIKELY = [copy_rate(match) for match in range(129)]
 """How likely a copied token is right, by how many tokens before it match."""
 READ = 32
 """Tokens of ended requests that are read in a step, for each request that drafts. A step emits fewer."""

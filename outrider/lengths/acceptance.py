@@ -265,6 +265,16 @@ def prior_rates(longest: int) -> Float[np.ndarray, " depths"]:
     return np.array([1 / (1 + (1 - PRIOR) / PRIOR / depth**RISE) for depth in range(1, longest + 1)])
 
 
+def copy_rate(match: int) -> float:
+    """The acceptance of a copied token behind a match of so many tokens, before any is seen.
+
+    Example:
+        >>> copy_rate(2), copy_rate(6)
+        (0.5, 0.75)
+    """
+    return match / (match + 2)
+
+
 def _moved(
     rates: Float[np.ndarray, "#requests depths"],
     tested: Float[np.ndarray, "requests depths"],

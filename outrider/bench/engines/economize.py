@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.bench.engines.driver import Driver, DriverRequest, EngineOutput, Options, serve
-from outrider.bench.engines.engine import DRAFT_MODEL, PeerEngine, python_driver
+from outrider.bench.engines.engine import DRAFT_MODEL, LOOKUP, PeerEngine, python_driver
 from outrider.bench.engines.environments import TORCH, TRANSFORMERS, Environment, installed
 from outrider.bench.engines.transformers_model import load, one_at_a_time
-
-LOOKUP = "prompt lookup"
 
 
 class EconomizeDriver(Driver):
@@ -28,7 +26,7 @@ class EconomizeDriver(Driver):
         self._model = economize.apply(load(options.target, options), drafts)
 
     def ask(self, asked: DriverRequest) -> EngineOutput:
-        """Decode the prompts of a run, one after the other."""
+        """Decode the prompt of a run."""
         return one_at_a_time(asked, self._answer)
 
     def _answer(self, prompt: Sequence[int], asked: DriverRequest) -> tuple[list[int], list[tuple[int, int]]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from outrider.bench.engines.environments import BARE, HERE, PACKAGE, CannotMake, Environment, EnvironmentFolder
 
-DRAFT_MODEL = "draft model"
+DRAFT_MODEL, LOOKUP = "draft model", "prompt lookup"
 Command = Callable[[EnvironmentFolder | None], list[str]]
 """The command that starts a driver, with the engine's environment or None for this one."""
 Convert = Callable[[EnvironmentFolder, Path, Path, str], None]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.bench.engines.driver import Driver, DriverRequest, EngineOutput, Options, serve
-from outrider.bench.engines.engine import DRAFT_MODEL, PeerEngine, python_driver
+from outrider.bench.engines.engine import DRAFT_MODEL, LOOKUP, PeerEngine, python_driver
 from outrider.bench.engines.environments import TORCH, Environment, EnvironmentFolder
 
 HINTS = {"bfloat16": "bf16", "float32": "f32"}
@@ -34,7 +34,7 @@ class OpenvinoDriver(Driver):
         scheduler.dynamic_split_fuse = False
         scheduler.enable_prefix_caching = False
         more: dict[str, Any] = {}
-        if options.mode == "prompt lookup":
+        if options.mode == LOOKUP:
             more["prompt_lookup"] = True
         if options.mode == DRAFT_MODEL:
             more["draft_model"] = genai.draft_model(options.draft, "CPU", **device)
@@ -87,7 +87,7 @@ class OpenvinoDriver(Driver):
             config.rng_seed = 1000 * asked.seed + i
         if self._options.mode != "plain":
             config.num_assistant_tokens = self._options.draft_tokens
-        if self._options.mode == "prompt lookup":
+        if self._options.mode == LOOKUP:
             config.max_ngram_size = self._options.ngram
         return config
 
@@ -134,7 +134,7 @@ def make(room: EnvironmentFolder) -> None:
 
 ENGINE = PeerEngine(
     title="OpenVINO GenAI",
-    modes=("plain", "prompt lookup", DRAFT_MODEL),
+    modes=("plain", LOOKUP, DRAFT_MODEL),
     command=python_driver("openvino"),
     environment=Environment(
         name="openvino",
