@@ -126,11 +126,9 @@ def _of_texts(name: str, texts: Sequence[str], asks: bool) -> RecordedConversati
             is_question=True,
         )
         return RecordedConversation(shape=shape, messages=(first,), later=tuple(later))
-    shape = RecordShape(
-        one="conversation",
-        many="conversations",
-        meaning=f"the strings of `{name}` are user and assistant in turn",
-    )
+    said = "is a user turn" if len(texts) == 1 else "are user and assistant in turn"
+    meaning = f"the {'string' if len(texts) == 1 else 'strings'} of `{name}` {said}"
+    shape = RecordShape(one="conversation", many="conversations", meaning=meaning)
     roles = ("user", "assistant")
     messages = tuple({"role": roles[n % 2], "content": text} for n, text in enumerate(texts))
     return RecordedConversation(shape=shape, messages=messages)

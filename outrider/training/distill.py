@@ -294,7 +294,7 @@ def distilled(
         InputError: A model cannot be loaded, its tokenizer is not the target's, or there is no such loss or position.
     """
     of = None if loss == HARD else divergence(loss)
-    config, tokenizer = open_config(drafter), open_tokenizer(drafter)
+    config, tokenizer = open_config(drafter), open_tokenizer(drafter, what="model")
     check_words(drafter, tokenizer, target_tokenizer)
     model = open_model(drafter, dtype=torch.float32, device=device)
     if target is not None and target_tokenizer is None and logit_width(model) != logit_width(target):

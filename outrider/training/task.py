@@ -217,7 +217,8 @@ def train_drafter(plan: TrainPlan, task: TrainTask, console: Console | None = No
 
 def _trained(plan: TrainPlan, task: TrainTask, device: torch.device, console: Console) -> dict[str, Any]:
     """The same, once the folder is held."""
-    settings, tokenizer = settled(task.settings, device), open_tokenizer(task.target)
+    settings = settled(task.settings, device)
+    tokenizer = open_tokenizer(task.target, what="model")
     learnt, watched = _documents(plan, task, tokenizer, console=console)
     target = open_model(task.target, device=device)
     kept, computed = target.dtype, computing_dtype(target.dtype, task, target, device)
@@ -307,9 +308,8 @@ def _estimated(plan: TrainPlan, task: TrainTask, settings: TrainSettings, device
     """The memory and the hours that a run will take: from configs, a few documents and the time of a matrix product."""
     regenerated, data = plan.regenerated, task.data
     limit = SAMPLE if data.limit is None else min(SAMPLE, data.limit)
-    documents = read_documents(
-        data.data, open_tokenizer(task.target), part=_part(data), limit=limit, prompts=regenerated
-    )
+    tokenizer = open_tokenizer(task.target, what="model")
+    documents = read_documents(data.data, tokenizer, part=_part(data), limit=limit, prompts=regenerated)
     answer = max(1, settings.max_length // 2) if regenerated else 0
     lengths = [min(len(each.tokens) + answer, settings.max_length) for each in documents]
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(settings.precision))

@@ -38,11 +38,13 @@ def lines(count: int = 12, length: int = 20) -> list[dict[str, object]]:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> tuple[str, ...]:
+def pair(tmp_path: Path, capsys) -> tuple[str, ...]:
     """The options that name a tiny target, a tiny draft model and a tiny corpus."""
     for seed, name in enumerate(("target", "draft")):
         tiny("llama", seed=seed).float().save_pretrained(tmp_path / name)
         letters().save_pretrained(tmp_path / name)
+    # The first one of a process that saves a model is shown a bar.
+    capsys.readouterr()
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines()))
     named = {"target": "target", "drafter": "draft", "data": "data.jsonl", "out": "out"}
     return tuple(each for name, place in named.items() for each in (f"--{name}", str(tmp_path / place)))
@@ -191,6 +193,14 @@ def test_an_estimate_tells_memory_and_hours_and_trains_nothing(monkeypatch, caps
     assert not list((tmp_path / "out").rglob("*.safetensors"))
     status, out, err = run(monkeypatch, capsys, "train", command, *given, *FEW, "--estimate")
     assert (status, out, "hours" in err) == (0, "", True)
+
+
+@pytest.mark.parametrize("more", [(), ("--estimate",)])
+def test_a_target_that_is_not_there_is_called_a_model(monkeypatch, capsys, tmp_path, alone, more) -> None:
+    given = changed((*alone, *FEW), target=tmp_path / "nothing")
+    said = " ".join(refused(monkeypatch, capsys, "train", "eagle", *given, *more).split())
+    assert "model" in said
+    assert "tokenizer" not in said
 
 
 def test_a_head_with_a_list_of_tokens_learns_further(monkeypatch, capsys, tmp_path, alone) -> None:

@@ -70,3 +70,9 @@ def test_what_a_file_was_taken_for_is_said_with_its_count(tmp_path, capsys):
     read_file(file)
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count(said)) == ("", 1)
+
+
+def test_one_string_is_a_user_turn(tmp_path):
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"turns": ["Why?"]}) + "\n")
+    assert read_workload(str(file)).taken_for == "1 conversation: the string of `turns` is a user turn"
