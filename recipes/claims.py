@@ -26,12 +26,15 @@ WIDTH = 130
 MEASUREMENTS = ROOT / "measurements"
 VERDICTS = {True: "yes", False: "no", None: "undecided"}
 TRAINED = "trained"
-"""Stands for the draft model of a run that trains drafters itself."""
+"""Stands for the draft model of a run that trains drafters itself; behind it, after a space, the name of its target if
+that is not the embedded one."""
 PAIRS = {
     "draft": "embedded pair",
     "small_draft": "small pair",
     "coder-0.5b.gguf": "Qwen2.5-Coder 1.5B and 0.5B",
+    "smollm2-6": "SmolLM2-135M and 6 of its layers",
     TRAINED: "drafters of the embedded target",
+    f"{TRAINED} smollm2": "drafters of SmolLM2-135M",
 }
 """The page's name for each pair, by the name of its draft model."""
 GAIN = "% of "
@@ -210,8 +213,12 @@ def lines(runs: Sequence[Mapping[str, Any]]) -> list[Line]:
 
 
 def draft_of(run: Mapping[str, Any]) -> str:
-    """The draft model of a run; `TRAINED` if the run trains its drafters."""
-    return Path(run["circumstances"]["arguments"].get("draft", TRAINED)).name
+    """The draft model of a run; `TRAINED` if the run trains its drafters, and behind it a target of `PAIRS`."""
+    told = run["circumstances"]["arguments"]
+    if told.get("draft"):
+        return Path(told["draft"]).name
+    trained = f"{TRAINED} {Path(told.get('target') or '').name}"
+    return trained if trained in PAIRS else TRAINED
 
 
 def pair_of(draft: str) -> str:
@@ -337,12 +344,13 @@ def undecided(made: Sequence[Line]) -> str:
 def page(runs: Sequence[Mapping[str, Any]]) -> str:
     """The page."""
     made = lines(runs)
-    pairs = [pair for pair in dict.fromkeys(draft_of(run) for run in runs) if pair != TRAINED]
+    every = dict.fromkeys(draft_of(run) for run in runs)
+    pairs, own = ([pair for pair in every if pair.startswith(TRAINED) == wanted] for wanted in (False, True))
     about = [described(run) for run in runs]
     whole = "\n".join(
         [
             f"{HEAD}{total(made)}\n\n{overview(made, pairs)}",
-            *([f"{OF_TRAINING}{overview(made, [TRAINED])}"] if any(TRAINED in line.found for line in made) else []),
+            *([f"{OF_TRAINING}{overview(made, own)}"] if own else []),
             f"## Remarks\n\n{remarks(made)}\n",
             f"{HOURS}{undecided(made)}",
             f"## Verdicts, by paper\n\n{summary(made)}",
@@ -368,7 +376,7 @@ def described(run: Mapping[str, Any]) -> str:
     place = where.relative_to(ROOT) if where.is_absolute() and where.is_relative_to(ROOT) else where
     num_prompts = max(claim.get("num_prompts", 0) for claim in run["claims"]) or given.get("num_prompts", 0)
     told = f"prompts: {num_prompts}"
-    if draft_of(run) != TRAINED:
+    if not draft_of(run).startswith(TRAINED):
         told += f" of `{Path(given['prompts']).name}`"
     told += f", seeds: at most {given['seeds']}"
     if "max_new_tokens" in given:

@@ -4,6 +4,9 @@
 of it further, each in its own way: on the texts or the target's answers to the same prompts, by the tokens alone or by
 one of the divergences, on texts that the draft model itself writes. All have the same number of steps, rows and tokens.
 Every way is run with several seeds. The drafters are judged on held-out prompts at temperatures 0 and 1.
+
+`--target DIR --draft DIR` does the same with another pair, such as a real model and what `outrider prune shape` has cut
+out of it.
 """
 
 from collections.abc import Sequence
@@ -14,6 +17,7 @@ from transformers import PreTrainedModel
 
 from outrider.learning.batch import Document
 from outrider.learning.divergences import divergence
+from outrider.lm.hf.generation_config import eos_ids
 from outrider.lm.hf.open import open_model
 from outrider.training.data.shards import Captured
 from outrider.training.distill import Distilled
@@ -46,7 +50,7 @@ def ways(base: Path, target: PreTrainedModel, texts: Texts, budget: Budget) -> l
 
         def learner(seed: int) -> Distilled:
             model = open_model(str(base), dtype=torch.float32, device="cpu")
-            sampler = Sampler(seed=seed, share=share, eos_ids=[0]) if share else None
+            sampler = Sampler(seed=seed, share=share, eos_ids=sorted(eos_ids(target))) if share else None
             return Distilled(model, target, loss=None if loss == "ce" else divergence(loss), sampler=sampler)
 
         return Way(name=name, learner=learner, batches=budget.batches(documents, captured), settings=budget.settings)

@@ -146,7 +146,13 @@ def in_order(counts: Sequence[int]) -> list[str]:
 
 
 @options.with_fields(
-    Budget, without=("text_steps",), num_texts=800, length=96, steps=100, learning_rate=1e-3, num_prompts=64
+    Budget,
+    without=("text_steps", "target", "draft"),
+    num_texts=800,
+    length=96,
+    steps=100,
+    learning_rate=1e-3,
+    num_prompts=64,
 )
 def main(
     budget: Budget,
@@ -158,7 +164,7 @@ def main(
     budget = replace(budget, target=target)
     with budget.folder("experts", target=target, experts=experts) as place:
         model = opened(target, counts)
-        texts, keep = budget.texts(), budget.work / "experts"
+        texts, keep = budget.texts(), budget.own_work / "experts"
         bare, learnt, sizes = ways(model, counts, texts, budget)
         # A pruned model as it is has no seed: it is judged once.
         once = made(place, bare, 1, keep, texts.judge)

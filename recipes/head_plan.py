@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import outrider
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from outrider.embedded import EMBEDDED_DRAFT
 from outrider.heads.objective import HeadContext, HeadObjective
 from outrider.learning.batch import Document
 from outrider.lm.hf.anatomy import Anatomy
@@ -157,7 +157,6 @@ PromptsOfFile = Annotated[int, typer.Option(min=1, help="Held-out prompts of eac
 TimedPrompts = Annotated[int, typer.Option(min=1, help="Prompts of each file to decode.")]
 Engine = Annotated[bool, typer.Option("--engine", help="Decode with the heads too, in turns; wants quiet.")]
 StandIn = Annotated[bool, typer.Option("--stand-in", help="Decode with the stand-in of 110M parameters.")]
-TargetOfAll = Annotated[str, typer.Option(help="Directory or hub id of the target.")]
 Device = Annotated[str, typer.Option(help="Where the target runs: cpu or cuda. A GPU keeps no hidden states on disk.")]
 Compiled = Annotated[bool, typer.Option("--compiled", help="Decode with compiled forwards.")]
 
@@ -184,7 +183,6 @@ class Plan(Budget):
     max_new_tokens: options.MaxNewTokens = 96
     rounds: options.Rounds = 1
     dtype: options.Dtype = "bfloat16"
-    target: TargetOfAll = str(EMBEDDED_TARGET)
     device: Device = "cpu"
 
     def __post_init__(self) -> None:
@@ -201,7 +199,7 @@ class Plan(Budget):
     @property
     def place(self) -> Path:
         """Folder of all heads of this budget."""
-        return self.work / f"heads-{self.num_texts}x{self.length}-{self.steps}x{self.batch_size}"
+        return self.own_work / f"heads-{self.num_texts}x{self.length}-{self.steps}x{self.batch_size}"
 
     def trained(self, head: Head) -> Path:
         """Folder of a head, or of the head whose weights it uses."""

@@ -32,7 +32,6 @@ from outrider.bench.folder import Folder, read_record, read_rows
 from outrider.bench.turns import Turn, turns
 from outrider.core.progress import ProgressTask, task
 from outrider.core.types import InputError
-from outrider.embedded import EMBEDDED_TARGET
 from outrider.heads.objective import HeadObjective
 from outrider.lm.forwards.packed import uncompiled
 from outrider.lm.hf.open import DTYPES, open_model, open_tokenizer
@@ -160,7 +159,7 @@ class Making:
     @cached_property
     def shared(self) -> "Shared":
         """Texts and states, made by the first process that needs them; another waits for it."""
-        work = self.plan.work
+        work = self.plan.own_work
         work.mkdir(parents=True, exist_ok=True)
         with FileLock(work / "texts.lock"):
             return Shared(self.plan)
@@ -214,7 +213,7 @@ class Shared:
         # Those of a large target need more space than time.
         if plan.device == "cpu":
             taps = all_taps(self.target)
-            place = plan.work / f"states-{plan.num_texts}x{plan.length}" / f"taps-{'-'.join(map(str, taps))}"
+            place = plan.own_work / f"states-{plan.num_texts}x{plan.length}" / f"taps-{'-'.join(map(str, taps))}"
             place.mkdir(parents=True, exist_ok=True)
             with task("the target's hidden states", len(self.texts.answers), "texts") as bar:
                 self._states = capture(
@@ -286,7 +285,7 @@ def run(plan: Plan, heads: Sequence[Head], place: Folder, as_is: bool = False) -
     return place.finish(replace(found, claims=()) if plan.stand_in else found)
 
 
-@options.with_fields(Plan, without=("text_steps",))
+@options.with_fields(Plan, without=("text_steps", "draft"))
 def main(
     plan: Plan,
     heads: Annotated[str, typer.Option(help="Heads by name, with commas; by default all.")] = "",
@@ -296,9 +295,6 @@ def main(
 ) -> None:
     """Train heads, judge them, and compare."""
     chosen = chosen_heads(heads, HEADS)
-    if plan.target != str(EMBEDDED_TARGET):
-        # Each target writes texts of its own.
-        plan = replace(plan, work=plan.work / Path(plan.target).name)
     told = {name: getattr(plan, name) for name in ("rounds", "stand_in", "compiled")}
     with plan.folder("heads", prompts=plan.names, **told) as place:
         run(plan, chosen, place, as_is)

@@ -38,6 +38,10 @@ AtOnce = Annotated[str, typer.Option(help="How many requests run at once.")]
 Temperatures = Annotated[str, typer.Option(help="Temperatures; above 0 with seeds and without.")]
 # Of recipes that train drafters.
 Data = Annotated[Path, typer.Option(help="Texts as JSON lines, plain or gzipped.")]
+TargetOfAll = Annotated[str, typer.Option(help="Directory or hub id of the target; by default the embedded one.")]
+BeginsWith = Annotated[
+    Path | None, typer.Option(help="Draft model that all begin with; by default one that learns text before.")
+]
 Work = Annotated[Path, typer.Option(help="Folder of the target's answers and of the drafters.")]
 NumTexts = Annotated[int, typer.Option(min=2, help="Texts to learn from.")]
 Length = Annotated[int, typer.Option(min=44, help="Tokens of a text.")]

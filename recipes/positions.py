@@ -7,7 +7,6 @@ absolute position.
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -20,7 +19,6 @@ import outrider
 from outrider.bench.evidence import IntervalEstimate, Row, Sums
 from outrider.bench.report import Findings, Table
 from outrider.core.types import InputError, Sampling
-from outrider.embedded import EMBEDDED_TARGET
 from outrider.learning.batch import Document
 from outrider.learning.divergences import divergence
 from outrider.lm.hf.open import open_config, open_tokenizer
@@ -64,9 +62,9 @@ CONTRASTS = (
 QUICK = trained.QUICK | {"long": 140}
 
 
-def absolute_draft(seed: int) -> GPT2LMHeadModel:
+def absolute_draft(seed: int, target: str) -> GPT2LMHeadModel:
     """A GPT-2 of the size of the rotary draft model."""
-    theirs = open_config(str(EMBEDDED_TARGET))
+    theirs = open_config(target)
     config = GPT2Config(
         vocab_size=theirs.vocab_size,
         n_positions=theirs.max_position_embeddings,
@@ -85,15 +83,15 @@ def ways(target: PreTrainedModel, texts: Texts, budget: Budget) -> list[Way]:
     batches = budget.batches(texts.answers, kept_states(target, texts.answers))
     limit = int(target.config.max_position_embeddings)
 
-    def way(name: str, draft: Callable[[int], PreTrainedModel], positions: str) -> Way:
+    def way(name: str, draft: Callable[[int, str], PreTrainedModel], positions: str) -> Way:
         def learner(seed: int) -> Distilled:
             at = positions_of(positions, limit, seed)
-            return Distilled(draft(seed), target, loss=divergence("fkl"), positions=at)
+            return Distilled(draft(seed, budget.target), target, loss=divergence("fkl"), positions=at)
 
         return Way(name=name, learner=learner, batches=batches, settings=budget.settings)
 
-    def rotary(seed: int) -> PreTrainedModel:
-        return fresh_draft(SHAPE, seed)
+    def rotary(seed: int, of: str) -> PreTrainedModel:
+        return fresh_draft(SHAPE, seed, of)
 
     return [
         way(ABSOLUTE, absolute_draft, "plain"),
@@ -103,12 +101,13 @@ def ways(target: PreTrainedModel, texts: Texts, budget: Budget) -> list[Way]:
     ]
 
 
-def long_texts(place: Path, prompts: Path, count: int, length: int) -> Sequence[Document]:
+def long_texts(budget: Budget, length: int) -> Sequence[Document]:
     """What the target says to held-out prompts, up to a length; texts that end in their first half are left out."""
-    engine = outrider.load(str(EMBEDDED_TARGET), drafter="none", max_slots=SLOTS, dtype="float32")
-    asked = list(read_documents(prompts, open_tokenizer(str(EMBEDDED_TARGET)), prompts=True))
+    place = budget.own_work / f"long-{length}.jsonl"
+    engine = outrider.load(budget.target, drafter="none", max_slots=SLOTS, dtype="float32")
+    asked = list(read_documents(budget.prompts, open_tokenizer(budget.target), prompts=True))
     generation = AnswerOptions(sampling=Sampling(temperature=1.0, seed=13), max_new_tokens=length)
-    regenerate(engine, spread(asked, count), place, generation)
+    regenerate(engine, spread(asked, budget.num_prompts), place, generation)
     found = [each for each in read_documents(place, None, max_tokens=length) if len(each.tokens) > length // 2]
     if not found:
         raise InputError(f"no answer of the target has more than {length // 2} tokens; give more prompts")
@@ -170,7 +169,7 @@ def findings(rows: Sequence[Row], length: int, about: str) -> Findings:
     return Findings(tables=tables, claims=claims, text=about)
 
 
-@options.with_fields(Budget, without=("text_steps",), steps=250, learning_rate=3e-3, num_prompts=60)
+@options.with_fields(Budget, without=("text_steps", "draft"), steps=250, learning_rate=3e-3, num_prompts=60)
 def main(
     budget: Budget,
     long: Annotated[int, typer.Option(min=44, help="Tokens of a text that drafters are judged on.")] = 448,
@@ -178,7 +177,7 @@ def main(
     """Train and compare."""
     with budget.folder("positions", long=long) as place:
         texts, length = budget.texts(), budget.length
-        held = long_texts(budget.work / f"long-{long}.jsonl", budget.prompts, budget.num_prompts, long)
+        held = long_texts(budget, long)
 
         def judge(learner: Distilled) -> list[Row]:
             return [
@@ -187,7 +186,7 @@ def main(
             ]
 
         found = ways(budget.model(), texts, budget)
-        rows = made(place, found, budget.seeds, budget.work / "positions", judge)
+        rows = made(place, found, budget.seeds, budget.own_work / "positions", judge)
         about = (
             f"Draft models distilled from random weights on {budget.num_tokens:,} tokens of the target's "
             f"answers of {length} tokens, with {budget.seeds} seeds; judged along {Sums(rows).num_prompts} texts of "

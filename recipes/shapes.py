@@ -3,7 +3,8 @@
 `python -m recipes shapes --data TEXTS --work DIR --out DIR` distils draft models of one size and several depths from
 random weights, with equal steps, rows and tokens and several seeds. Their block efficiency on held-out prompts, for
 drafts of 1 to 5 tokens, is divided by the measured seconds of a step. Each shape counts with its best length. The
-timing wants a quiet machine.
+timing wants a quiet machine. `--target DIR --cut` begins with what is cut out of a target, the parts that matter most
+on the texts, instead of random weights.
 """
 
 import statistics
@@ -25,7 +26,6 @@ from outrider.bench.folder import Folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
 from outrider.core.types import Sampling
-from outrider.embedded import EMBEDDED_TARGET
 from outrider.engine.engine import Engine
 from outrider.host.threads import use_threads
 from outrider.learning.divergences import divergence
@@ -34,6 +34,7 @@ from outrider.lengths.fixed import FixedLength
 from outrider.lm.forwards.packed import uncompiled
 from outrider.lm.hf.open import open_config, open_model, open_tokenizer
 from outrider.surgery.family import Sized, same_size
+from outrider.surgery.reshape import prune_shape
 from outrider.surgery.shape import config_of
 from outrider.training.distill import Distilled
 from recipes import options, trained
@@ -57,6 +58,8 @@ from recipes.trained import (
 PAPER = Paper(name="Yan et al. 2024, Decoding speculative decoding", url="https://arxiv.org/abs/2402.01528")
 PUBLISHED = 111
 """The paper's gain in throughput over earlier draft models, in percent."""
+CALIBRATION = 64
+"""Answers of the target that say which of its parts matter."""
 QUICK = trained.QUICK | {
     "layers": "1,4",
     "rounds": 1,
@@ -66,21 +69,31 @@ QUICK = trained.QUICK | {
 }
 
 
-def shapes(parameters: int, layers: Sequence[int]) -> dict[str, Sized]:
+def shapes(target: str, parameters: int, layers: Sequence[int]) -> dict[str, Sized]:
     """A shape for each number of layers, by its name."""
-    found = same_size(open_config(str(EMBEDDED_TARGET)), parameters, layers)
+    found = same_size(open_config(target), parameters, layers)
     return {f"{sized.shape.layers} x {sized.shape.width}": sized for sized in found}
 
 
-def ways(family: dict[str, Sized], target: PreTrainedModel, texts: Texts, budget: Budget) -> list[Way]:
-    """Every shape, distilled from random weights on the target's answers."""
+def ways(family: dict[str, Sized], target: PreTrainedModel, texts: Texts, budget: Budget, *, cut: bool) -> list[Way]:
+    """Every shape, distilled on the target's answers.
+
+    Args:
+        cut: Begin with the parts of the target that matter most on the texts; otherwise with random weights.
+    """
     batches = budget.batches(texts.answers, kept_states(target, texts.answers))
+    read = [each.tokens.tolist() for each in texts.answers[:CALIBRATION]]
+
+    def begin(sized: Sized, seed: int) -> PreTrainedModel:
+        if cut:
+            return prune_shape(target, read, sized.shape).model
+        torch.manual_seed(seed)
+        fresh: PreTrainedModel = AutoModelForCausalLM.from_config(config_of(target.config, sized.shape))
+        return fresh.float()
 
     def way(name: str, sized: Sized) -> Way:
         def learner(seed: int) -> Learner:
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config_of(open_config(str(EMBEDDED_TARGET)), sized.shape))
-            return Distilled(model.float(), target, loss=divergence("fkl"))
+            return Distilled(begin(sized, seed).requires_grad_(True), target, loss=divergence("fkl"))
 
         return Way(name=name, learner=learner, batches=batches, settings=budget.settings)
 
@@ -88,11 +101,18 @@ def ways(family: dict[str, Sized], target: PreTrainedModel, texts: Texts, budget
 
 
 def timed(
-    place: Folder, family: dict[str, Sized], drafters: Path, *, rounds: int, num_tokens: int, num_prompts: int
+    place: Folder,
+    target: str,
+    family: dict[str, Sized],
+    drafters: Path,
+    *,
+    rounds: int,
+    num_tokens: int,
+    num_prompts: int,
 ) -> list[Row]:
     """Seconds of a step of every shape and length, in turns."""
     engines: dict[str, Engine] = {}
-    model, tokenizer = open_model(str(EMBEDDED_TARGET)), open_tokenizer(str(EMBEDDED_TARGET))
+    model, tokenizer = open_model(target), open_tokenizer(target)
     shared: dict[str, Any] = {"tokenizer": tokenizer, "forward": uncompiled(model), "max_slots": 1}
     prompts = ["Once upon a time", "The little dog", "def main(", "Question: Tom has 5 apples."][:num_prompts]
     drawn = Sampling(temperature=0.0)
@@ -153,7 +173,7 @@ def findings(rows: Sequence[Row], times: Sequence[Row], family: dict[str, Sized]
     return Findings(tables=[efficiencies(sums, by_depth, rows), speed], claims=claims, text=about)
 
 
-@options.with_fields(Budget, without=("text_steps",), steps=400, learning_rate=3e-3)
+@options.with_fields(Budget, without=("text_steps", "draft"), steps=400, learning_rate=3e-3)
 def main(
     budget: Budget,
     parameters: Annotated[int, typer.Option(min=1, help="Parameters of every shape.")] = 3_300_000,
@@ -162,18 +182,24 @@ def main(
     max_new_tokens: options.MaxNewTokens = 48,
     timed_prompts: Annotated[int, typer.Option(min=1, max=4, help="Prompts that steps are timed on.")] = 4,
     timed_threads: Annotated[int, typer.Option(min=1, help="Threads while steps are timed.")] = 2,
+    cut: Annotated[
+        bool, typer.Option("--cut", help="Begin with parts of the target, not with random weights.")
+    ] = False,
 ) -> None:
     """Train, time and compare."""
     given = {"layers": layers, "parameters": parameters, "max_new_tokens": max_new_tokens}
     given |= {"timed_prompts": timed_prompts, "timed_threads": timed_threads, "rounds": rounds}
+    given |= {"cut": True} if cut else {}
     with budget.folder("shapes", **given) as place:
-        texts, drafters = budget.texts(), budget.work / "shapes"
-        family = shapes(parameters, options.whole_numbers("--layers", layers))
-        rows = made(place, ways(family, budget.model(), texts, budget), budget.seeds, drafters, texts.judge)
+        texts, drafters = budget.texts(), budget.own_work / "shapes"
+        family = shapes(budget.target, parameters, options.whole_numbers("--layers", layers))
+        rows = made(place, ways(family, budget.model(), texts, budget, cut=cut), budget.seeds, drafters, texts.judge)
         use_threads(timed_threads)
-        times = timed(place, family, drafters, rounds=rounds, num_tokens=max_new_tokens, num_prompts=timed_prompts)
+        amounts = {"rounds": rounds, "num_tokens": max_new_tokens, "num_prompts": timed_prompts}
+        times = timed(place, budget.target, family, drafters, **amounts)
         about = (
-            f"Draft models distilled from random weights on {budget.num_tokens:,} tokens of the target's "
+            f"Draft models distilled from {'parts of the target' if cut else 'random weights'} on "
+            f"{budget.num_tokens:,} tokens of the target's "
             f"answers, with {budget.seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}. Steps are timed with "
             f"{timed_threads} threads, in {rounds} rounds."
         )

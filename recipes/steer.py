@@ -2,7 +2,8 @@
 
 `python -m recipes steer --data TEXTS --work DIR --out DIR` begins with the draft model that `recipes distill` trains on
 text. One copy of it is distilled, one is distilled together with a module that steers it. Of two further copies, which
-stay as they are, one is steered. All have the same number of steps, rows and tokens.
+stay as they are, one is steered. All have the same number of steps, rows and tokens. `--target DIR --draft DIR` does
+the same with another pair.
 """
 
 from pathlib import Path

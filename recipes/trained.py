@@ -244,9 +244,9 @@ def embedded_target() -> PreTrainedModel:
     return open_model(str(EMBEDDED_TARGET), dtype=torch.float32, device="cpu").requires_grad_(False).eval()
 
 
-def fresh_draft(shape: dict[str, int], seed: int = 0) -> LlamaForCausalLM:
-    """A draft model with random weights and the embedded target's vocabulary, its embeddings tied to its output."""
-    theirs = open_config(str(EMBEDDED_TARGET))
+def fresh_draft(shape: dict[str, int], seed: int = 0, target: str = str(EMBEDDED_TARGET)) -> LlamaForCausalLM:
+    """A draft model with random weights and the target's vocabulary, its embeddings tied to its output."""
+    theirs = open_config(target)
     config = LlamaConfig(
         vocab_size=theirs.vocab_size,
         max_position_embeddings=theirs.max_position_embeddings,
@@ -261,11 +261,17 @@ def fresh_draft(shape: dict[str, int], seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def draft_of_text(place: Path, corpus: Sequence[Document], settings: TrainSettings, shape: dict[str, int]) -> Path:
+def draft_of_text(
+    place: Path,
+    corpus: Sequence[Document],
+    settings: TrainSettings,
+    shape: dict[str, int],
+    target: str = str(EMBEDDED_TARGET),
+) -> Path:
     """A draft model that has learnt texts by their own tokens, trained unless an earlier run has; its folder."""
     if not (place / "config.json").is_file():
         batches = Batches(corpus, batch_size=settings.batch_size, max_length=settings.max_length, seed=settings.seed)
-        learner = Distilled(fresh_draft(shape, settings.seed), None, loss=None)
+        learner = Distilled(fresh_draft(shape, settings.seed, target), None, loss=None)
         train(learner, batches, settings, place)
     return place
 
@@ -276,7 +282,7 @@ class Budget:
 
     Attributes:
         text_steps: Steps on text, with twice as many rows, of the draft model that all begin with; 0: none.
-        target: Directory or hub id.
+        draft: The draft model that all begin with, instead.
         device: Where the target runs. On the CPU what is judged is computed in float32.
     """
 
@@ -293,7 +299,8 @@ class Budget:
     seeds: options.Seeds = 3
     num_prompts: options.NumPrompts = 1000
     threads: options.Threads = 1
-    target: str = str(EMBEDDED_TARGET)
+    target: options.TargetOfAll = str(EMBEDDED_TARGET)
+    draft: options.BeginsWith = None
     device: str = "cpu"
 
     @contextmanager
@@ -304,8 +311,23 @@ class Budget:
             more: What the recipe is told besides.
         """
         use_threads(self.threads)
-        with folder(self.out, recipe, {**{name: getattr(self, name) for name in AMOUNTS}, **more}) as place:
+        told = {name: getattr(self, name) for name in AMOUNTS}
+        if not self.of_embedded:
+            told["target"] = self.target
+        if self.draft is not None:
+            told["begins_with"] = self.draft
+        with folder(self.out, recipe, {**told, **more}) as place:
             yield place
+
+    @property
+    def of_embedded(self) -> bool:
+        """Whether drafters are made for the embedded target."""
+        return self.target == str(EMBEDDED_TARGET)
+
+    @property
+    def own_work(self) -> Path:
+        """Folder of what the target says and of its drafters: each target writes texts of its own."""
+        return self.work if self.of_embedded else self.work / Path(self.target).name
 
     @property
     def judging_dtype(self) -> str:
@@ -335,7 +357,7 @@ class Budget:
 
         All recipes with the same texts may share the working folder.
         """
-        place, new = self.work / "texts", self.length - PROMPT
+        place, new = self.own_work / "texts", self.length - PROMPT
         place.mkdir(parents=True, exist_ok=True)
         texts, more = long_texts(self.data, open_tokenizer(self.target), self.num_texts, self.length)
 
@@ -372,10 +394,22 @@ class Budget:
         found = list(read_documents(self.prompts, engine.tokenizer, prompts=True))
         return {"out": spread(found, self.num_prompts)}
 
-    def draft(self, texts: Texts) -> Path:
-        """The draft model that has learnt text; its folder."""
+    def beginning(self, texts: Texts) -> Path:
+        """The draft model that all begin with; its folder."""
+        if self.draft is not None:
+            return self.draft
         on_text = short_run(0, self.text_steps, 2 * self.batch_size, self.length, 3e-3)
-        return draft_of_text(self.work / f"draft-{self.text_steps}", texts.more, on_text, SHAPE)
+        return draft_of_text(self.own_work / f"draft-{self.text_steps}", texts.more, on_text, SHAPE, self.target)
+
+    @property
+    def began(self) -> str:
+        """What all begin with, for people."""
+        if self.draft is not None:
+            return f"The draft model `{self.draft.name}`,"
+        return (
+            f"A draft model of {SHAPE['num_hidden_layers']} layer of width {SHAPE['hidden_size']}, first trained on "
+            f"{self.num_text_tokens:,} tokens of text, then"
+        )
 
     def batches(self, documents: Sequence[Document], captured: Captured | None) -> Callable[[int], Batches]:
         """The batches of these documents, by seed."""
@@ -493,12 +527,11 @@ def compare(
     """
     with budget.folder(recipe) as place:
         texts = budget.texts()
-        found = ways(budget.draft(texts), budget.model(), texts, budget)
-        rows = made(place, found, budget.seeds, budget.work / recipe, texts.judge)
+        found = ways(budget.beginning(texts), budget.model(), texts, budget)
+        rows = made(place, found, budget.seeds, budget.own_work / recipe, texts.judge)
         about = (
-            f"A draft model of {SHAPE['num_hidden_layers']} layer of width {SHAPE['hidden_size']}, first trained on "
-            f"{budget.num_text_tokens:,} tokens of text, then {budget.steps} steps of {budget.batch_size} rows{learns},"
-            f" with {budget.seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}."
+            f"{budget.began} {budget.steps} steps of {budget.batch_size} rows{learns}, with {budget.seeds} seeds. "
+            f"Held-out prompts: {Sums(rows).num_prompts}."
         )
         place.finish(findings(rows, contrasts, about))
 

@@ -13,6 +13,8 @@ from outrider.training.distill import Distilled
 from outrider.training.loop.watch import Evaluation
 from recipes.__main__ import main
 from recipes.trained import covered, embedded_target, fresh_draft, judged, kept_states
+from tests.world.tokenizers import letters
+from tests.world.zoo import tiny
 
 TEXT = "Once upon a time there was a dog named Sam who lived with a boy in a small house near the river, number {}. "
 SMALL = {
@@ -50,6 +52,36 @@ def test_the_quick_form_trains_judges_and_writes_its_claims(given, tmp_path, rec
     assert (len(claims), {claim["holds"] for claim in claims}) == (num_claims, {None}), "so few prompts judge nothing"
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
     assert len([row for row in rows if row["phase"] == "made"]) == num_ways
+    assert "nan" not in (tmp_path / "out" / "table.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [("distill", "--draft"), ("steer", "--draft"), ("shapes", "--cut"), ("positions", "--long")],
+)
+def test_another_target_gets_drafters_of_its_own(given, tmp_path, recipe, more):
+    for seed, name in enumerate(("target", "draft")):
+        model = tiny("llama", seed=seed).float()
+        # No text ends early.
+        model.config.eos_token_id = model.generation_config.eos_token_id = None
+        model.save_pretrained(tmp_path / name)
+        letters().save_pretrained(tmp_path / name)
+    text = " ".join(f"w{i % 40}" for i in range(300))
+    texts = [json.dumps({"domain": "story", "text": text[i:]}) for i in range(30)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(texts))
+    told = ["--quick", "--data", str(tmp_path / "texts.jsonl"), *given[3:5], "--work", str(tmp_path / "work")]
+    told += ["--target", str(tmp_path / "target"), "--out", str(tmp_path / "out")]
+    told += {
+        "--draft": ["--draft", str(tmp_path / "draft")],
+        "--cut": ["--cut", "--layers", "1", "--parameters", "12000"],
+        "--long": ["--long", "100", "--num-prompts", "6"],
+    }[more]
+    with pytest.raises(SystemExit) as ended:
+        main([recipe, *told])
+    assert ended.value.code == 0
+    assert [each.name for each in (tmp_path / "work").iterdir()] == ["target"]
+    made = json.loads((tmp_path / "out" / "circumstances.json").read_text())["circumstances"]["arguments"]
+    assert made["target"].endswith("target")
     assert "nan" not in (tmp_path / "out" / "table.md").read_text()
 
 
