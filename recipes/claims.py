@@ -10,13 +10,14 @@ import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from outrider.bench.circumstances import ROOT
-from outrider.bench.folder import read_record
+from outrider.bench.folder import read_record, read_rows
 from outrider.bench.report import table
 from outrider.core import files
 from outrider.core.types import InputError
@@ -163,7 +164,25 @@ def read(folder: Path) -> dict[str, Any]:
         claims = json.loads((folder / "claims.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{folder} is not the folder of a finished run: {error}") from error
-    return {**read_record(folder), "claims": claims, "folder": folder}
+    return {**read_record(folder), "claims": claims, "folder": folder, "seconds": spent(folder)}
+
+
+def spent(folder: Path) -> float:
+    """The seconds that a run took. Those of its rows count where these were made before the run that lists them."""
+    record = read_record(folder)
+    begin, end = (datetime.fromisoformat(record[part]["date"]) for part in ("circumstances", "ended"))
+    rows = sum(row.get("seconds") or 0 for row in read_rows(folder / "rows.jsonl"))
+    return max((end - begin).total_seconds(), rows)
+
+
+def lasting(seconds: float) -> str:
+    """A time in hours; in minutes below an hour.
+
+    Example:
+        >>> lasting(9000), lasting(200)
+        ('2.5 hours', '3 minutes')
+    """
+    return f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{max(1, round(seconds / 60))} minutes"
 
 
 def number(value: float | str | None) -> str:
@@ -379,6 +398,8 @@ def described(run: Mapping[str, Any]) -> str:
     if not draft_of(run).startswith(TRAINED):
         told += f" of `{Path(given['prompts']).name}`"
     told += f", seeds: at most {given['seeds']}"
+    if run.get("seconds"):
+        told += f", {'within ' * bool(run.get('resumed'))}{lasting(run['seconds'])}"
     if "max_new_tokens" in given:
         told += f", tokens: at most {given['max_new_tokens']}"
     text = (
