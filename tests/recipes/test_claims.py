@@ -89,6 +89,8 @@ def test_block_gain_writes_its_folder(tmp_path):
         "arguments": {**other["circumstances"]["arguments"], "draft": "b"},
     }
     page = claims.page([claims.read(setting.out), other])
+    assert claims.read(setting.out)["seconds"] > 0
+    assert " ".join(page.split()).count(" minutes, tokens: at most 9;") == 2
     assert page.count("| Block verification emits") == len(found)
     assert f"| **all** | 0 | 0 | {2 * len(found)} |" in page
 
@@ -349,6 +351,16 @@ def test_the_page_begins_with_a_line_per_claim_that_has_both_pairs_beside_each_o
     counted = "counted steps over measured seconds of a step"
     assert f"- **1**: Same; embedded pair: ahead at 1; small pair: ahead at 2; {counted}." in page
     assert f"- **2**: {counted.capitalize()}." in page
+
+
+def test_drafters_that_were_trained_for_another_target_have_a_column_of_their_own():
+    known, unknown = (judged("", claim_of("A emits more.", holds)) for holds in (True, False))
+    known["circumstances"]["arguments"] |= {"draft": None, "target": "models/smollm2"}
+    unknown["circumstances"]["arguments"] |= {"draft": None, "target": "models/experts"}
+    page = claims.page([known, unknown])
+    table = page[page.index("## Training") : page.index("## Remarks")]
+    assert "drafters of SmolLM2-135M | drafters of the embedded target | verdicts |" in table
+    assert "**yes** / **no** |" in table
 
 
 def test_every_undecided_claim_has_its_hours_and_those_that_nobody_will_measure_are_not_added():
