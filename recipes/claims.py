@@ -38,6 +38,8 @@ PAIRS = {
     f"{TRAINED} smollm2": "drafters of SmolLM2-135M",
 }
 """The page's name for each pair, by the name of its draft model."""
+REAL = ("coder-0.5b.gguf", "smollm2-6", f"{TRAINED} smollm2")
+"""Those of models that people use."""
 GAIN = "% of "
 """Beginning of the units of gains in percent. The page does not repeat them for every claim."""
 PER_SECOND = "% of tokens per second"
@@ -110,17 +112,18 @@ REASONS: dict[str, str] = {
 HEAD = """# Published claims, tested
 
 Each claim is judged on two pairs: the embedded target with the draft model that ships with the package (*embedded
-pair*), and with `recipes/small_draft` (*small pair*). Some are also judged on a pair that people use:
-Qwen2.5-Coder-1.5B-Instruct with 0.5B, from GGUF files of 4 bits, on chats of HumanEval, MBPP, MT-bench and GSM8K.
+pair*), and with `recipes/small_draft` (*small pair*). Some are also judged on real models, on chats of HumanEval, MBPP,
+MT-bench and GSM8K: Qwen2.5-Coder-1.5B-Instruct with 0.5B, from GGUF files of 4 bits, and SmolLM2-135M-Instruct with six
+of its own layers that learnt to draft ([how](pruning.md#six-layers-of-smollm2-135m-instruct)), in float32.
 Cells have our figure and its 95 % interval, in percent of the gain that the claim speaks of, unless its remark says
 otherwise. **yes**: the whole interval is on the claim's side. **no**: the whole interval is on the other side. That
 says nothing about the papers' own models.
 """
 OF_TRAINING = """## Training
 
-Here drafters are trained for the embedded target, all in one comparison with equal steps, rows and tokens. Intervals
-are over held-out prompts and over three seeds of the training. The budgets are those of minutes on one core; the papers
-train for days on accelerators.
+Here drafters are trained, those of a column in one comparison with equal steps, rows and tokens. Intervals are over
+held-out prompts and over three seeds of the training. The budgets are those of minutes on one core; the papers train
+for days on accelerators. The draft model of SmolLM2 that learns from a stream begins as the six layers above.
 
 """
 HOURS = """## Undecided claims
@@ -338,10 +341,15 @@ def summary(made: Sequence[Line]) -> str:
 
 
 def total(made: Sequence[Line]) -> str:
-    """How many verdicts there are of each kind."""
+    """How many verdicts there are of each kind, on all pairs and on real models."""
     every = [claim for line in made for claim in line.found.values()]
     yes, no, open_ = counts(every)
-    return f"{len(made)} claims, {len(every)} verdicts: {yes} yes, {no} no, {open_} undecided."
+    said = f"{len(made)} claims, {len(every)} verdicts: {yes} yes, {no} no, {open_} undecided."
+    real = [[claim for pair, claim in line.found.items() if pair in REAL] for line in made]
+    if judged := [own for own in real if own]:
+        yes, no, open_ = counts([claim for own in judged for claim in own])
+        said += f" {len(judged)} of the claims are judged on real models: {yes} yes, {no} no, {open_} undecided."
+    return said
 
 
 def undecided(made: Sequence[Line]) -> str:
