@@ -29,8 +29,9 @@ AMOUNTS = (
     "loads",
     "time_limit",
     "objectives",
+    "timed",
 )
-"""Arguments on which no row depends, only which rows there are."""
+"""Arguments on which no row depends: which rows there are, and what they are judged with."""
 
 W = TypeVar("W", bound=Named)
 J = TypeVar("J", bound=Named)
