@@ -84,8 +84,9 @@ REASONS: dict[str, str] = {
     ),
     "A mix of both is better": "half of the rows are the weak draft model's own texts",
     "Learning from the stream accepts more": (
-        "a draft model that had not read these domains learns 288 requests; with `recipes/small_draft`, which has read "
-        "them, single trials showed changes of -0.1 to +0.04"
+        "the embedded target's draft model had not read these domains and learns 288 requests; with "
+        "`recipes/small_draft`, which has read them, single trials showed changes of -0.1 to +0.04. SmolLM2's learns 144 "
+        "requests, too few to tell"
     ),
     "Merging experts emits more": (
         "the target was trained for 900 steps, and its experts are used unevenly: the four most used ones alone say "
@@ -122,8 +123,8 @@ says nothing about the papers' own models.
 OF_TRAINING = """## Training
 
 Here drafters are trained, those of a column in one comparison with equal steps, rows and tokens. Intervals are over
-held-out prompts and over three seeds of the training. The budgets are those of minutes on one core; the papers train
-for days on accelerators. The draft model of SmolLM2 that learns from a stream begins as the six layers above.
+held-out prompts and over two or three seeds of the training. The budgets are those of minutes on one core; the papers
+train for days on accelerators. The draft model of SmolLM2 that learns from a stream begins as the six layers above.
 
 """
 HOURS = """## Undecided claims
