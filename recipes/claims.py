@@ -85,8 +85,8 @@ REASONS: dict[str, str] = {
     "A mix of both is better": "half of the rows are the weak draft model's own texts",
     "Learning from the stream accepts more": (
         "the embedded target's draft model had not read these domains and learns 288 requests; with "
-        "`recipes/small_draft`, which has read them, single trials showed changes of -0.1 to +0.04. SmolLM2's learns 144 "
-        "requests, too few to tell"
+        "`recipes/small_draft`, which has read them, single trials showed changes of -0.1 to +0.04. SmolLM2's learns "
+        "144 requests, too few to tell"
     ),
     "Merging experts emits more": (
         "the target was trained for 900 steps, and its experts are used unevenly: the four most used ones alone say "
