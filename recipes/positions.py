@@ -105,7 +105,7 @@ def long_texts(budget: Budget, length: int) -> Sequence[Document]:
     """What the target says to held-out prompts, up to a length; texts that end in their first half are left out."""
     place = budget.own_work / f"long-{length}.jsonl"
     engine = outrider.load(budget.target, drafter="none", max_slots=SLOTS, dtype="float32")
-    asked = list(read_documents(budget.prompts, open_tokenizer(budget.target), prompts=True))
+    asked = list(read_documents(budget.prompts, open_tokenizer(budget.target, what="model"), prompts=True))
     generation = AnswerOptions(sampling=Sampling(temperature=1.0, seed=13), max_new_tokens=length)
     regenerate(engine, spread(asked, budget.num_prompts), place, generation)
     found = [each for each in read_documents(place, None, max_tokens=length) if len(each.tokens) > length // 2]

@@ -359,7 +359,7 @@ class Budget:
         """
         place, new = self.own_work / "texts", self.length - PROMPT
         place.mkdir(parents=True, exist_ok=True)
-        texts, more = long_texts(self.data, open_tokenizer(self.target), self.num_texts, self.length)
+        texts, more = long_texts(self.data, open_tokenizer(self.target, what="model"), self.num_texts, self.length)
 
         def written(engine: outrider.Engine, asked: Sequence[Document], name: str, **how: Any) -> list[Document]:
             request = AnswerOptions(max_new_tokens=new, **how)

@@ -85,6 +85,13 @@ def test_another_target_gets_drafters_of_its_own(given, tmp_path, recipe, more):
     assert "nan" not in (tmp_path / "out" / "table.md").read_text()
 
 
+def test_a_target_that_is_not_there_is_called_a_model(given, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["distill", *given, "--target", str(tmp_path / "nothing")])
+    said = " ".join(capsys.readouterr().err.split())
+    assert (ended.value.code, "give a model's directory" in said) == (2, True)
+
+
 def learner() -> Distilled:
     return Distilled(fresh_draft(SMALL), embedded_target(), loss=divergence("fkl"))
 
