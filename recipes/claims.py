@@ -168,12 +168,12 @@ def read(folder: Path) -> dict[str, Any]:
         claims = json.loads((folder / "claims.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{folder} is not the folder of a finished run: {error}") from error
-    return {**read_record(folder), "claims": claims, "folder": folder, "seconds": spent(folder)}
-
-
-def spent(folder: Path) -> float:
-    """The seconds that a run took. Those of its rows count where these were made before the run that lists them."""
     record = read_record(folder)
+    return {**record, "claims": claims, "folder": folder, "seconds": spent(folder, record)}
+
+
+def spent(folder: Path, record: Mapping[str, Any]) -> float:
+    """The seconds that a run took. Those of its rows count where these were made before the run that lists them."""
     begin, end = (datetime.fromisoformat(record[part]["date"]) for part in ("circumstances", "ended"))
     rows = sum(row.get("seconds") or 0 for row in read_rows(folder / "rows.jsonl"))
     return max((end - begin).total_seconds(), rows)

@@ -186,7 +186,7 @@ def main(
             ]
 
         found = ways(budget.model(), texts, budget)
-        rows = made(place, found, budget.seeds, budget.own_work / "positions", judge)
+        rows = made(place, found, budget.seeds, budget.drafters("positions"), judge)
         about = (
             f"Draft models distilled from random weights on {budget.num_tokens:,} tokens of the target's "
             f"answers of {length} tokens, with {budget.seeds} seeds; judged along {Sums(rows).num_prompts} texts of "

@@ -7,6 +7,7 @@ timing wants a quiet machine. `--target DIR --cut` begins with what is cut out o
 on the texts, instead of random weights.
 """
 
+import copy
 import statistics
 import time
 from collections.abc import Sequence
@@ -83,17 +84,18 @@ def ways(family: dict[str, Sized], target: PreTrainedModel, texts: Texts, budget
     """
     batches = budget.batches(texts.answers, kept_states(target, texts.answers))
     read = [each.tokens.tolist() for each in texts.answers[:CALIBRATION]]
+    parts = {name: prune_shape(target, read, sized.shape).model for name, sized in family.items()} if cut else {}
 
-    def begin(sized: Sized, seed: int) -> PreTrainedModel:
+    def begin(name: str, sized: Sized, seed: int) -> PreTrainedModel:
         if cut:
-            return prune_shape(target, read, sized.shape).model
+            return copy.deepcopy(parts[name])
         torch.manual_seed(seed)
         fresh: PreTrainedModel = AutoModelForCausalLM.from_config(config_of(target.config, sized.shape))
         return fresh.float()
 
     def way(name: str, sized: Sized) -> Way:
         def learner(seed: int) -> Learner:
-            return Distilled(begin(sized, seed).requires_grad_(True), target, loss=divergence("fkl"))
+            return Distilled(begin(name, sized, seed).requires_grad_(True), target, loss=divergence("fkl"))
 
         return Way(name=name, learner=learner, batches=batches, settings=budget.settings)
 
@@ -191,7 +193,7 @@ def main(
     given |= {"timed_prompts": timed_prompts, "timed_threads": timed_threads, "rounds": rounds}
     given |= {"cut": True} if cut else {}
     with budget.folder("shapes", **given) as place:
-        texts, drafters = budget.texts(), budget.own_work / "shapes"
+        texts, drafters = budget.texts(), budget.drafters("shapes-cut" if cut else "shapes")
         family = shapes(budget.target, parameters, options.whole_numbers("--layers", layers))
         rows = made(place, ways(family, budget.model(), texts, budget, cut=cut), budget.seeds, drafters, texts.judge)
         use_threads(timed_threads)

@@ -401,6 +401,10 @@ class Budget:
         on_text = short_run(0, self.text_steps, 2 * self.batch_size, self.length, 3e-3)
         return draft_of_text(self.own_work / f"draft-{self.text_steps}", texts.more, on_text, SHAPE, self.target)
 
+    def drafters(self, recipe: str) -> Path:
+        """Folder of the drafters of a recipe: those that begin with another draft model are others."""
+        return self.own_work / (recipe if self.draft is None else f"{recipe}-from-{self.draft.resolve().name}")
+
     @property
     def began(self) -> str:
         """What all begin with, for people."""
@@ -528,7 +532,7 @@ def compare(
     with budget.folder(recipe) as place:
         texts = budget.texts()
         found = ways(budget.beginning(texts), budget.model(), texts, budget)
-        rows = made(place, found, budget.seeds, budget.own_work / recipe, texts.judge)
+        rows = made(place, found, budget.seeds, budget.drafters(recipe), texts.judge)
         about = (
             f"{budget.began} {budget.steps} steps of {budget.batch_size} rows{learns}, with {budget.seeds} seeds. "
             f"Held-out prompts: {Sums(rows).num_prompts}."

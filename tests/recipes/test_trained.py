@@ -85,6 +85,20 @@ def test_another_target_gets_drafters_of_its_own(given, tmp_path, recipe, more):
     assert "nan" not in (tmp_path / "out" / "table.md").read_text()
 
 
+def test_drafters_that_begin_otherwise_have_folders_of_their_own(given, tmp_path):
+    work = Path(given[given.index("--work") + 1])
+    for draft in ("one", "two"):
+        fresh_draft(SMALL).save_pretrained(tmp_path / draft)
+        with pytest.raises(SystemExit) as ended:
+            main(["distill", *given, "--draft", str(tmp_path / draft), "--out", str(tmp_path / f"out-{draft}")])
+        assert ended.value.code == 0
+    with pytest.raises(SystemExit) as ended:
+        main(["shapes", *given, "--cut", "--out", str(tmp_path / "out")])
+    assert ended.value.code == 0
+    made = {each.name for each in work.iterdir()}
+    assert {"distill-from-one", "distill-from-two", "shapes-cut"} <= made
+
+
 def test_a_target_that_is_not_there_is_called_a_model(given, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["distill", *given, "--target", str(tmp_path / "nothing")])
