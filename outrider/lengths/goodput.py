@@ -195,7 +195,8 @@ class GoodputLength(CheckedOptions):
         if found < 0.99 * asked:
             seen = f"the drafter found a draft in {found / asked:.0%} of the steps that looked for one"
         if gain > costs.margin:
-            return seen
+            slow = "to read the text first would take the drafter longer than drafts gain"
+            return seen if found < 0.99 * asked else f"{slow} ({seen})"
         unsure = costs.doubt > LEAST_DOUBT
         because = ", because the costs of this machine are uncertain," if unsure else ""
         advice = "; measure again with `outrider prepare`" if unsure else ""
@@ -277,7 +278,8 @@ class _Plan:
 
     Attributes:
         lengths: Their draft lengths.
-        gain: How much faster than plain steps the best drafts seem, as a share, whether they are made or not.
+        gain: How much faster than plain steps the best drafts seem, as a share, whether they are made or not; once the
+            drafter has read what stands before them.
         certain: Whether nothing is drafted, or a gain of what is drafted has a probability of 95 %.
     """
 
@@ -329,7 +331,7 @@ def _best(prices: _Prices, worth: ExpectedTokens, reading: Sequence[float], untr
     for r in order[: number + 1, length].tolist() if possible.any() else ():
         chosen[r] = length
     certain = not possible.any() or bool(gain[number, length] > hope[number, length])
-    return _Plan(lengths=chosen, gain=float((emitted / cost)[:, 1:].max()) - 1, certain=certain)
+    return _Plan(lengths=chosen, gain=float((emitted / (cost - late))[:, 1:].max()) - 1, certain=certain)
 
 
 def _holds(last: PolicyState, ids: Sequence[str], rooms: Sequence[int]) -> bool:

@@ -1,5 +1,6 @@
 """Goodput drafts what pays by the table and by the acceptance so far, per request, and reads no clock."""
 
+import re
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -240,6 +241,20 @@ def test_where_drafts_stay_off_the_policy_says_why():
         once.greedy = once.greedy.after([])
     settled(once, running(1))
     assert "100% of draft tokens were accepted so far" in POLICY.why_plain(once)
+
+
+def test_what_drafts_seem_to_gain_leaves_out_what_the_drafter_must_read_first():
+    """A request whose drafter has read nothing yet has more to read with each token; drafts get no slower by it."""
+
+    def said(draft: float) -> str:
+        table = replace(CostTable.of_formula(cost(draft, 0.0)), catch_up=0.5)
+        experience = accepting(table, 0.9)
+        assert settled(experience, running(1, context=4000)) == [0]
+        return POLICY.why_plain(experience)
+
+    # A draft of one token brings 1.9 at the cost of two plain steps.
+    assert re.search("drafts would have to gain 7% and seem to lose [56]%", said(1.0))
+    assert said(0.1).startswith("to read the text first would take the drafter longer than drafts gain (90% of draft")
 
 
 def test_the_longest_draft_is_a_setting_and_rooms_bound_it():
