@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tarfile
 import tempfile
 import time
 from collections import Counter
@@ -177,7 +178,10 @@ def unpack(room: EnvironmentFolder, pin: str) -> None:
     fetched = room.place / "sources"
     room.pip("download", "--no-deps", "--no-binary", pin.partition("==")[0], "--dest", fetched, pin)
     [archive] = fetched.glob("*.tar.gz")
-    shutil.unpack_archive(archive, fetched, filter="data")
+    with tarfile.open(archive) as opened:
+        # Python before 3.11.4 has no filters.
+        opened.extraction_filter = getattr(tarfile, "data_filter", None)
+        opened.extractall(fetched)
     [folder] = (path for path in fetched.iterdir() if path.is_dir())
     folder.rename(room.place / SOURCES)
 
