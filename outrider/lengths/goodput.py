@@ -185,7 +185,7 @@ class GoodputLength(CheckedOptions):
 
     def why_plain(self, experience: Experience) -> str:
         """Why the last steps drafted nothing: what drafts must gain, what they seem to, and what was seen of them."""
-        costs, gain = experience.costs, experience.state.gain
+        costs, last, gain = experience.costs, experience.state, experience.state.gain
         if costs is None or gain is None:
             return "no step had room for a draft"
         pools = [pool for pool in (experience.greedy, experience.sampled) if pool.tested]
@@ -196,7 +196,7 @@ class GoodputLength(CheckedOptions):
             seen = f"the drafter found a draft in {found / asked:.0%} of the steps that looked for one"
         if gain > costs.margin:
             slow = "to read the text first would take the drafter longer than drafts gain"
-            return seen if found < 0.99 * asked else f"{slow} ({seen})"
+            return f"{slow} ({seen})" if any(last.rooms) and not any(last.lengths) else seen
         unsure = costs.doubt > LEAST_DOUBT
         because = ", because the costs of this machine are uncertain," if unsure else ""
         advice = "; measure again with `outrider prepare`" if unsure else ""

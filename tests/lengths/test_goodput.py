@@ -255,6 +255,13 @@ def test_what_drafts_seem_to_gain_leaves_out_what_the_drafter_must_read_first():
     # A draft of one token brings 1.9 at the cost of two plain steps.
     assert re.search("drafts would have to gain 7% and seem to lose [56]%", said(1.0))
     assert said(0.1).startswith("to read the text first would take the drafter longer than drafts gain (90% of draft")
+    # Reading is no reason where drafts are made again, or have no room.
+    nothing_to_read = accepting(cost(0.1, 0.0), 0.9)
+    assert settled(nothing_to_read, running(1)) != [0]
+    assert POLICY.why_plain(nothing_to_read).endswith("% of draft tokens were accepted so far")
+    assert "read" not in POLICY.why_plain(nothing_to_read)
+    nothing_to_read.state = replace(nothing_to_read.state, rooms=[0], lengths=[0])
+    assert "read" not in POLICY.why_plain(nothing_to_read)
 
 
 def test_the_longest_draft_is_a_setting_and_rooms_bound_it():
