@@ -45,6 +45,9 @@ BeginsWith = Annotated[
 Work = Annotated[Path, typer.Option(help="Folder of the target's answers and of the drafters.")]
 NumTexts = Annotated[int, typer.Option(min=2, help="Texts to learn from.")]
 Length = Annotated[int, typer.Option(min=44, help="Tokens of a text.")]
+Precision = Annotated[
+    str, typer.Option(help="Of products in training: CPUs without bfloat16 products are many times as fast with `no`.")
+]
 Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps of every drafter.")]
 TextSteps = Annotated[int, typer.Option(min=1, help="Steps on text, before, of twice as many rows.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows of a step.")]

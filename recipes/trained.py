@@ -48,6 +48,8 @@ PROMPT = 32
 DEPTH = 5
 """Tokens of a draft."""
 TEMPERATURES = (0, 1)
+PRECISION = "bf16"
+"""Of the products in training."""
 AMOUNTS = ("num_texts", "length", "steps", "batch_size", "learning_rate", "seeds", "num_prompts", "text_steps", "out")
 """What is recorded of a budget."""
 QUICK = {"num_texts": 24, "steps": 2, "num_prompts": 4, "length": 48, "batch_size": 4, "seeds": 1}
@@ -222,15 +224,17 @@ def covered(chances: Float[np.ndarray, "places depth"]) -> Coverage:
     return expected_coverage(survivals, len(chances) + chances.shape[1])
 
 
-def short_run(seed: int, steps: int, batch_size: int, length: int, learning_rate: float) -> TrainSettings:
-    """How the drafters of a comparison are trained: all in bfloat16 products, and the last weights are kept."""
+def short_run(
+    seed: int, steps: int, batch_size: int, length: int, learning_rate: float, precision: str = PRECISION
+) -> TrainSettings:
+    """How the drafters of a comparison are trained: all in products of one type, and the last weights are kept."""
     return TrainSettings(
         steps=steps,
         batch_size=batch_size,
         max_length=length,
         learning_rate=learning_rate,
         warmup=max(1, steps // 10),
-        precision="bf16",
+        precision=precision,
         seed=seed,
         device="cpu",
         save_every=1000,
@@ -296,6 +300,7 @@ class Budget:
     text_steps: options.TextSteps = 0
     batch_size: options.BatchSize = 8
     learning_rate: options.LearningRate = 1e-3
+    precision: options.Precision = PRECISION
     seeds: options.Seeds = 3
     num_prompts: options.NumPrompts = 1000
     threads: options.Threads = 1
@@ -316,6 +321,8 @@ class Budget:
             told["target"] = self.target
         if self.draft is not None:
             told["begins_with"] = self.draft
+        if self.precision != PRECISION:
+            told["precision"] = self.precision
         with folder(self.out, recipe, {**told, **more}) as place:
             yield place
 
@@ -350,7 +357,7 @@ class Budget:
 
     def settings(self, seed: int) -> TrainSettings:
         """How a drafter is trained."""
-        return short_run(seed, self.steps, self.batch_size, self.length, self.learning_rate)
+        return short_run(seed, self.steps, self.batch_size, self.length, self.learning_rate, self.precision)
 
     def texts(self) -> Texts:
         """What to learn from and to judge on; what an earlier run has written to the folder is not written again.
@@ -398,7 +405,7 @@ class Budget:
         """The draft model that all begin with; its folder."""
         if self.draft is not None:
             return self.draft
-        on_text = short_run(0, self.text_steps, 2 * self.batch_size, self.length, 3e-3)
+        on_text = short_run(0, self.text_steps, 2 * self.batch_size, self.length, 3e-3, self.precision)
         return draft_of_text(self.own_work / f"draft-{self.text_steps}", texts.more, on_text, SHAPE, self.target)
 
     def drafters(self, recipe: str) -> Path:

@@ -12,7 +12,7 @@ from outrider.training.data.batches import Batches
 from outrider.training.distill import Distilled
 from outrider.training.loop.watch import Evaluation
 from recipes.__main__ import main
-from recipes.trained import covered, embedded_target, fresh_draft, judged, kept_states
+from recipes.trained import Budget, covered, embedded_target, fresh_draft, judged, kept_states
 from tests.world.tokenizers import letters
 from tests.world.zoo import tiny
 
@@ -83,6 +83,16 @@ def test_another_target_gets_drafters_of_its_own(given, tmp_path, recipe, more):
     made = json.loads((tmp_path / "out" / "circumstances.json").read_text())["circumstances"]["arguments"]
     assert made["target"].endswith("target")
     assert "nan" not in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_the_type_of_products_is_an_option_and_told_of_a_run_that_has_another(given, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        main(["steer", *given, "--work", str(tmp_path / "work"), "--precision", "no", "--out", str(tmp_path)])
+    assert ended.value.code == 0
+    made = json.loads((tmp_path / "circumstances.json").read_text())["circumstances"]["arguments"]
+    assert made["precision"] == "no"
+    shared = {"data": tmp_path, "work": tmp_path, "prompts": tmp_path}
+    assert [Budget(**shared, precision=each).settings(0).precision for each in ("bf16", "no")] == ["bf16", "no"]
 
 
 def test_drafters_that_begin_otherwise_have_folders_of_their_own(given, tmp_path):
