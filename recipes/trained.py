@@ -7,7 +7,7 @@ along it say how many steps decoding is expected to take (`outrider.theory.cover
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ from outrider.core.progress import task
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.host.threads import use_threads
-from outrider.learning.batch import Document
+from outrider.learning.batch import Document, TrainBatch
 from outrider.learning.learner import Judging, Learner
 from outrider.lm.hf.open import open_config, open_model, open_tokenizer
 from outrider.theory.coverage import Coverage, expected_coverage
-from outrider.training.data.batches import Batches
+from outrider.training.data.batches import Batches, CapturedStates
 from outrider.training.data.capture import capture
 from outrider.training.data.records import read_documents
 from outrider.training.data.regenerate import AnswerOptions, regenerate
@@ -79,16 +79,39 @@ class Texts:
         answers: What the target says to the same prompts at temperature 1, as long as the texts.
         held: What the target says to held-out prompts, by temperature; in the order of the prompts.
         more: Further texts that people wrote.
+        states: The target's last hidden states along the held-out texts, by temperature; empty if they are not kept.
     """
 
     texts: Sequence[Document]
     answers: Sequence[Document]
     held: dict[int, Sequence[Document]]
     more: Sequence[Document]
+    states: dict[int, Captured] = field(default_factory=dict)
+
+    def with_states(self, target: PreTrainedModel) -> "Texts":
+        """The same with the target's states along the held-out texts, so that no judgement runs the target again."""
+        return replace(self, states={each: kept_states(target, held) for each, held in self.held.items()})
+
+    def batch_of(self, temperature: int, number: int) -> TrainBatch:
+        """A held-out text as a batch, with the states that are kept."""
+        document, states = self.held[temperature][number], self.states.get(temperature)
+        kept = None if states is None else _StatesOf(states, number)
+        return Batches([document], batch_size=1, max_length=len(document.tokens), seed=0, captured=kept).batch(0)
 
     def judge(self, learner: Any) -> list[Row]:
         """What `judged` says of a learner along the held-out texts."""
         return judged(learner, self)
+
+
+@dataclass(frozen=True)
+class _StatesOf:
+    """The states of one document, as those of a corpus of this document alone."""
+
+    kept: Captured
+    number: int
+
+    def states(self, number: int, first: int = 0, last: int | None = None) -> CapturedStates:
+        return self.kept.states(self.number, first, last)
 
 
 def spread(documents: Sequence[Document], count: int) -> list[Document]:
@@ -190,8 +213,8 @@ def judged(learner: Any, texts: Texts, depth: int = DEPTH) -> list[Row]:
         if any(len(each.tokens) - each.start < 2 * depth for each in pair):
             continue
         row: Row = {"prompt": str(number), "category": pair[0].domain or ""}
-        for temperature, document in zip(TEMPERATURES, pair, strict=True):
-            batch = Batches([document], batch_size=1, max_length=len(document.tokens), seed=0).batch(0).to(device)
+        for temperature in TEMPERATURES:
+            batch = texts.batch_of(temperature, number).to(device)
             with torch.no_grad():
                 found = learner.judged(batch, depth)
             chances = found.agrees.astype(float) if temperature == 0 else np.exp(np.minimum(found.log_ratios, 0))
@@ -538,8 +561,9 @@ def compare(
     """
     with budget.folder(recipe) as place:
         texts = budget.texts()
-        found = ways(budget.beginning(texts), budget.model(), texts, budget)
-        rows = made(place, found, budget.seeds, budget.drafters(recipe), texts.judge)
+        target = budget.model()
+        found = ways(budget.beginning(texts), target, texts, budget)
+        rows = made(place, found, budget.seeds, budget.drafters(recipe), texts.with_states(target).judge)
         about = (
             f"{budget.began} {budget.steps} steps of {budget.batch_size} rows{learns}, with {budget.seeds} seeds. "
             f"Held-out prompts: {Sums(rows).num_prompts}."

@@ -208,6 +208,13 @@ class Distilled(Learner):
             return self._along(self._states[0], batch)
         return self._states[0].of(batch.tokens, self.positions(batch))
 
+    def _target_states(self, batch: TrainBatch, places: tuple[Tensor, Tensor]) -> Float[Tensor, "n hidden"]:
+        """The target's states below its output layer at some places: captured ones, or those of a forward now."""
+        theirs = cast(HiddenStateModel, self._states[1])
+        if theirs.embedding_and_head is not None and self._taps in batch.hidden:
+            return theirs.embedding_and_head.norm(batch.hidden[self._taps][places])
+        return self._along(theirs, batch)[places]
+
     def judged(self, batch: TrainBatch, depth: int) -> JudgedDrafts:
         """Drafts along the texts of a batch. A row of a draft model depends on the tokens alone."""
         ours, theirs = self._states
@@ -215,7 +222,7 @@ class Distilled(Learner):
             raise InputError("without a target there is no acceptance to watch")
         places = guessing(batch)
         labels = batch.tokens[:, 1:][places]
-        hidden, states = ours.of(batch.tokens, None)[places], theirs.of(batch.tokens, None)[places]
+        hidden, states = ours.of(batch.tokens, None)[places], self._target_states(batch, places)
         ratios, agrees = self._compared(hidden, states, labels)
         learnt = batch.learnt[:, 1:]
         whole = torch.zeros(learnt.shape, device=learnt.device)
@@ -257,10 +264,7 @@ class Distilled(Learner):
             return lambda of, rows, draft: over_top_rows(of, top[rows], draft)
         theirs = cast(HiddenStateModel, self._states[1])
         with torch.no_grad():
-            if theirs.embedding_and_head is not None and self._taps in batch.hidden:
-                states = theirs.embedding_and_head.norm(batch.hidden[self._taps][places])
-            else:
-                states = self._along(theirs, batch)[places]
+            states = self._target_states(batch, places)
 
         def live(of: Divergence, rows: slice, draft: Tensor) -> Tensor:
             with torch.no_grad():

@@ -24,7 +24,7 @@ from outrider.learning.learner import JudgedDrafts, Loss
 from outrider.learning.target_rows import states_along
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.steered import steered, up_projections
-from outrider.training.distill import Data, Distilled, HiddenStateModel, distilled, guessing
+from outrider.training.distill import Data, Distilled, distilled, guessing
 from outrider.training.positions import Positions
 
 
@@ -121,7 +121,7 @@ class Steered(Distilled):
             empty = np.zeros((0, depth))
             return JudgedDrafts(log_ratios=empty, agrees=empty.astype(bool))
         places, labels = guessing(batch), batch.tokens[:, 1:][learnt]
-        states = self._target_states(batch)[places]
+        states = self._target_states(batch, places)
         ratios, agrees = [], []
         for number in range(depth):
             hidden = self._steered(batch, number + 1, None)[places]
@@ -157,13 +157,6 @@ class Steered(Distilled):
         # The vectors that steer the draft model are made for rows of one text each, so the target alone is packed.
         self._check_target_apart()
         self._packed = True
-
-    def _target_states(self, batch: TrainBatch) -> Float[Tensor, "rows length hidden"]:
-        """The target's states below its output layer."""
-        theirs = cast(HiddenStateModel, self._states[1])
-        if theirs.embedding_and_head is not None:
-            return theirs.embedding_and_head.norm(batch.hidden[self._taps])
-        return theirs.of(batch.tokens, None)
 
 
 def sources(

@@ -12,7 +12,7 @@ from outrider.training.data.batches import Batches
 from outrider.training.distill import Distilled
 from outrider.training.loop.watch import Evaluation
 from recipes.__main__ import main
-from recipes.trained import Budget, covered, embedded_target, fresh_draft, judged, kept_states
+from recipes.trained import Budget, Texts, covered, embedded_target, fresh_draft, judged, kept_states
 from tests.world.tokenizers import letters
 from tests.world.zoo import tiny
 
@@ -125,16 +125,32 @@ def documents(count: int, length: int) -> list[Document]:
     return [Document(tokens=dice.integers(4, 8000, length), start=5) for _ in range(count)]
 
 
-def test_the_rows_of_a_drafter_agree_with_what_is_watched_in_training():
-    class OfDocuments:
-        held = {temperature: documents(4, 30) for temperature in (0, 1)}  # noqa: RUF012
+def held_texts() -> Texts:
+    return Texts(texts=(), answers=(), held={temperature: documents(4, 30) for temperature in (0, 1)}, more=())
 
-    own = learner()
-    rows = judged(own, OfDocuments(), depth=3)
-    watched = Evaluation(OfDocuments.held[1], depth=3).look(own)
+
+def test_the_rows_of_a_drafter_agree_with_what_is_watched_in_training():
+    own, texts = learner(), held_texts()
+    rows = judged(own, texts, depth=3)
+    watched = Evaluation(texts.held[1], depth=3).look(own)
     for temperature, accepted in ((0, watched.accepted_greedy), (1, watched.accepted)):
         first = sum(row[f"first_{temperature}"] for row in rows) / sum(row[f"places_{temperature}"] for row in rows)
         assert first == pytest.approx(accepted[0], rel=1e-4)
+
+
+def test_judging_with_kept_states_says_the_same_and_runs_the_target_no_more():
+    target, texts = embedded_target(), held_texts()
+    own = Distilled(fresh_draft(SMALL), target, loss=divergence("fkl"))
+    live, kept = judged(own, texts, depth=3), texts.with_states(target)
+    forwards = []
+    target.model.register_forward_hook(lambda *_: forwards.append(1))
+    again = judged(own, kept, depth=3)
+    assert (len(again), forwards) == (len(live), [])
+    for row, before in zip(again, live, strict=True):
+        assert {name: row[name] for name in ("prompt", "category")} == {"prompt": before["prompt"], "category": ""}
+        assert [row[name] for name in sorted(row) if name not in ("prompt", "category")] == pytest.approx(
+            [before[name] for name in sorted(row) if name not in ("prompt", "category")], rel=1e-3
+        )
 
 
 def test_a_loss_from_kept_states_is_that_of_the_target_itself():
