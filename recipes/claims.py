@@ -2,8 +2,9 @@
 
 `python -m recipes claims --out docs/laboratory/claims.md` reads the `claims.json` and `circumstances.json` that the
 recipes wrote to the folders of `measurements`: `block_gain`, `budgets`, `optimal_rate`, `stopping`, `sharing`,
-`marginals`, `pearl`, and those that train drafters. It makes one row per claim, with a column for each pair. `REASONS`,
-which people write, explains why our figures differ from the papers'.
+`marginals`, `pearl`, and those that train drafters. It makes one row per claim, with a column for each pair, and beside
+the page two pictures of the claims that were judged on real models. `REASONS`, which people write, explains why our
+figures differ from the papers'.
 """
 
 import json
@@ -17,7 +18,9 @@ from typing import Annotated, Any
 import typer
 
 from outrider.bench.circumstances import ROOT
+from outrider.bench.evidence import IntervalEstimate
 from outrider.bench.folder import read_record, read_rows
+from outrider.bench.plot import Dots, draw
 from outrider.bench.report import table
 from outrider.core import files
 from outrider.core.types import InputError
@@ -40,6 +43,12 @@ PAIRS = {
 """The page's name for each pair, by the name of its draft model."""
 REAL = ("coder-0.5b.gguf", "smollm2-6", f"{TRAINED} smollm2")
 """Those of models that people use."""
+PICTURES = {False: "claims.svg", True: "claims-training.svg"}
+"""Beside the page, by whether it shows the claims about drafters that were trained for them."""
+NAME_WIDTH = 60
+"""Characters of a line of a claim in a picture."""
+PICTURE_SIZE = (11.0, 3.0)
+"""Inches; a picture grows with its claims."""
 GAIN = "% of "
 """Beginning of the units of gains in percent. The page does not repeat them for every claim."""
 PER_SECOND = "% of tokens per second"
@@ -330,6 +339,35 @@ def overview(made: Sequence[Line], pairs: Sequence[str]) -> str:
     return table(("paper", "", "claim", "paper's", *map(pair_of, pairs), "verdicts"), body)
 
 
+def pictured(made: Sequence[Line], pairs: Sequence[str]) -> Dots | None:
+    """The gains of claims that were judged on a real model, with the other pairs beside them; None if there are none.
+
+    A ratio above 1 speaks for the claim.
+    """
+    shown = {
+        f"{i} {textwrap.fill(line.claim.rstrip('.'), NAME_WIDTH)}": line
+        for i, line in enumerate(made, 1)
+        if line.unit.startswith(GAIN) and any(pair in REAL for pair in line.found) and set(line.found) & set(pairs)
+    }
+    if not shown:
+        return None
+    groups = {pair_of(pair): [_ratio(line.found.get(pair)) for line in shown.values()] for pair in pairs}
+    return Dots(
+        title="What the claims' gains are on each pair, with 95 % intervals",
+        x="times what it is compared with; right of 1 speaks for the claim",
+        names=list(shown),
+        groups={name: ratios for name, ratios in groups.items() if any(ratios)},
+    )
+
+
+def _ratio(claim: Mapping[str, Any] | None) -> IntervalEstimate | None:
+    """A gain in percent as a ratio."""
+    if claim is None:
+        return None
+    value, low, high = (1 + x / 100 for x in (claim["our_value"], *claim["interval"]))
+    return IntervalEstimate(value=value, low=low, high=high)
+
+
 def summary(made: Sequence[Line]) -> str:
     """How many claims of each paper hold, do not hold, and are undecided, over all pairs."""
     body = []
@@ -369,16 +407,27 @@ def undecided(made: Sequence[Line]) -> str:
     return "\n".join([*said, "", together, ""])
 
 
+def pairs_of(runs: Sequence[Mapping[str, Any]], trained: bool) -> list[str]:
+    """The pairs of runs that train their drafters, or of those that do not."""
+    every = dict.fromkeys(draft_of(run) for run in runs)
+    return [pair for pair in every if pair.startswith(TRAINED) == trained]
+
+
+def shown(made: Sequence[Line], pairs: Sequence[str], *, trained: bool) -> str:
+    """The line of the page that shows a picture; empty if there is none."""
+    panel = pictured(made, pairs)
+    return "" if panel is None else f"\n![{panel.title}]({PICTURES[trained]})\n"
+
+
 def page(runs: Sequence[Mapping[str, Any]]) -> str:
     """The page."""
     made = lines(runs)
-    every = dict.fromkeys(draft_of(run) for run in runs)
-    pairs, own = ([pair for pair in every if pair.startswith(TRAINED) == wanted] for wanted in (False, True))
+    pairs, own = (pairs_of(runs, trained) for trained in PICTURES)
     about = [described(run) for run in runs]
     whole = "\n".join(
         [
-            f"{HEAD}{total(made)}\n\n{overview(made, pairs)}",
-            *([f"{OF_TRAINING}{overview(made, own)}"] if own else []),
+            f"{HEAD}{total(made)}\n{shown(made, pairs, trained=False)}\n{overview(made, pairs)}",
+            *([f"{OF_TRAINING}{shown(made, own, trained=True)}\n{overview(made, own)}"] if own else []),
             f"## Remarks\n\n{remarks(made)}\n",
             f"{HOURS}{undecided(made)}",
             f"## Verdicts, by paper\n\n{summary(made)}",
@@ -442,5 +491,9 @@ def main(
     if out is None:
         typer.echo(page(runs))
     else:
+        out.parent.mkdir(parents=True, exist_ok=True)
         files.replace(out, page(runs).encode())
+        for trained, name in PICTURES.items():
+            if panel := pictured(lines(runs), pairs_of(runs, trained)):
+                files.replace(out.with_name(name), draw([panel], size=PICTURE_SIZE).encode())
         typer.echo(f"wrote {out}")

@@ -19,6 +19,10 @@ else:
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31", "#7F7F7F", "#882255")
 SIZE = (7.0, 4.6)
 """Inches of one pair of axes."""
+BELOW = 0.6
+"""Inches between axes and the legend below them."""
+NARROW = 4.0
+"""Ratios whose largest is fewer times the smallest get even ticks: powers of two would be too few."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +116,9 @@ def draw(panels: Sequence[Figure], columns: int = 2, size: tuple[float, float] =
             axes = figure.add_subplot(lines, columns, i + 1)
             match panel:
                 case Dots():
-                    _dots(axes, panel)
+                    _dots(axes, panel, tallest)
                 case Stacks():
-                    _stacks(axes, panel)
+                    _stacks(axes, panel, tallest)
                 case Panel():
                     _curves(axes, panel)
         text = io.StringIO()
@@ -168,7 +172,9 @@ def _curves(axes: Axes, panel: Panel) -> None:
         axes.legend(fontsize=7)
 
 
-def _dots(axes: Axes, panel: Dots) -> None:
+def _dots(axes: Axes, panel: Dots, height: float) -> None:
+    from matplotlib.ticker import MaxNLocator, NullLocator
+
     offset = 0.7 / max(1, len(panel.groups))
     for k, (label, figures) in enumerate(panel.groups.items()):
         there = [(i, each) for i, each in enumerate(figures) if each is not None]
@@ -187,17 +193,21 @@ def _dots(axes: Axes, panel: Dots) -> None:
         )
     axes.axvline(1.0, color="grey", linestyle=":")
     axes.set_xscale("log", base=2)
+    low, high = axes.get_xlim()
+    if high < NARROW * low:
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+        axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(axis="x", alpha=0.3)
-    _named(axes, panel, len(panel.groups))
+    _named(axes, panel, len(panel.groups), height)
 
 
-def _stacks(axes: Axes, panel: Stacks) -> None:
+def _stacks(axes: Axes, panel: Stacks, height: float) -> None:
     begin = np.zeros(len(panel.names))
     for k, (label, amounts) in enumerate(panel.parts.items()):
         axes.barh(np.arange(len(panel.names)), amounts, 0.6, begin, label=label, color=_color(k, len(panel.parts)))
         begin += np.array(amounts)
-    _named(axes, panel, len(panel.parts))
+    _named(axes, panel, len(panel.parts), height)
 
 
 def _with_error(figures: Sequence[IntervalEstimate]) -> tuple[Any, list[Any]]:
@@ -206,9 +216,15 @@ def _with_error(figures: Sequence[IntervalEstimate]) -> tuple[Any, list[Any]]:
     return value, [(value - low).clip(min=0), (high - value).clip(min=0)]
 
 
-def _named(axes: Axes, panel: Dots | Stacks, count: int) -> None:
-    """The names, the first one on top, and a legend of `count` colours below the axes, where it hides nothing."""
+def _named(axes: Axes, panel: Dots | Stacks, count: int, height: float) -> None:
+    """The names, the first one on top, and a legend of `count` colours below the axes, where it hides nothing.
+
+    Args:
+        height: Inches of the panel.
+    """
     axes.set(title=panel.title, xlabel=panel.x)
     axes.set_yticks(np.arange(len(panel.names)), list(panel.names))
     axes.invert_yaxis()
-    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=min(3, count), frameon=False)
+    axes.legend(
+        fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -BELOW / height), ncols=min(3, count), frameon=False
+    )

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from outrider import InputError
 from outrider.bench.evidence import IntervalEstimate
 from outrider.bench.folder import folder, read_rows
-from outrider.bench.plot import Curve, Dots, Panel
+from outrider.bench.plot import Curve, Dots, Panel, draw
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import turns
 
@@ -120,6 +121,13 @@ def test_a_file_in_the_place_of_the_folder_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="there is a file of this name"):
         measure(tmp_path / "file", {})
+
+
+@pytest.mark.parametrize("high", [1.3, 64.0])
+def test_the_axis_of_ratios_has_several_numbers_whether_they_are_near_or_far(high):
+    ratio = IntervalEstimate(value=1.1, low=0.9, high=high)
+    svg = draw([Dots(title="b", x="x", names=["n"], groups={"g": [ratio]})])
+    assert len(set(re.findall(r"<!-- ([0-9.]+) -->|>([0-9.]+)</text>", svg))) >= 3
 
 
 def test_the_report_stands_alone_and_shows_what_was_found(tmp_path):

@@ -355,6 +355,28 @@ def test_the_page_begins_with_a_line_per_claim_that_has_both_pairs_beside_each_o
     assert f"- **2**: {counted.capitalize()}." in page
 
 
+def test_claims_that_were_judged_on_a_real_model_are_shown_in_a_picture_with_the_other_pairs_beside_them():
+    def run(draft: str, *names: str, unit: str = "% of block efficiency") -> dict[str, object]:
+        return judged(draft, *(claim_of(f"{name} is faster.", True, unit=unit) for name in names))
+
+    own, real = run("d/draft", "A", "B"), run("models/smollm2-6", "B", "C")
+    other = run("models/smollm2-6", "D", unit="acceptance rate")
+    runs = [own, real, other]
+    panel = claims.pictured(claims.lines(runs), claims.pairs_of(runs, trained=False))
+    assert panel is not None
+    assert panel.names == ["2 B is faster", "3 C is faster"]
+    assert {name: [each is not None for each in ratios] for name, ratios in panel.groups.items()} == {
+        "embedded pair": [True, False],
+        "SmolLM2-135M and 6 of its layers": [True, True],
+    }
+    [ratio, _] = panel.groups["embedded pair"]
+    assert ratio is not None
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((1.0558, 0.995, 1.06))
+    assert "(claims.svg)" in claims.page(runs)
+    assert "svg" not in claims.page([own])
+    assert claims.pictured(claims.lines([own]), claims.pairs_of([own], trained=False)) is None
+
+
 def test_drafters_that_were_trained_for_another_target_have_a_column_of_their_own():
     known, unknown = (judged("", claim_of("A emits more.", holds)) for holds in (True, False))
     known["circumstances"]["arguments"] |= {"draft": None, "target": "models/smollm2"}
