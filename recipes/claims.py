@@ -419,7 +419,7 @@ def pairs_of(runs: Sequence[Mapping[str, Any]], trained: bool) -> list[str]:
     return [pair for pair in every if pair.startswith(TRAINED) == trained]
 
 
-def shown(made: Sequence[Line], pairs: Sequence[str], *, trained: bool) -> str:
+def picture_line(made: Sequence[Line], pairs: Sequence[str], *, trained: bool) -> str:
     """The line of the page that shows a picture; empty if there is none."""
     panel = pictured(made, pairs)
     return "" if panel is None else f"\n![{panel.title}]({PICTURES[trained]})\n"
@@ -432,8 +432,8 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
     about = [described(run) for run in runs]
     whole = "\n".join(
         [
-            f"{HEAD}{total(made)}\n{shown(made, pairs, trained=False)}\n{overview(made, pairs)}",
-            *([f"{OF_TRAINING}{shown(made, own, trained=True)}\n{overview(made, own)}"] if own else []),
+            f"{HEAD}{total(made)}\n{picture_line(made, pairs, trained=False)}\n{overview(made, pairs)}",
+            *([f"{OF_TRAINING}{picture_line(made, own, trained=True)}\n{overview(made, own)}"] if own else []),
             f"## Remarks\n\n{remarks(made)}\n",
             f"{HOURS}{undecided(made)}",
             f"## Verdicts, by paper\n\n{summary(made)}",
