@@ -98,8 +98,8 @@ REASONS: dict[str, str] = {
     ),
     "The draft model's own texts are better": (
         "a draft model of one layer that has read a million tokens writes texts that the target would not write, and "
-        "so do six layers of SmolLM2, which guess 44 % of its tokens; 40 to 100 steps are few; the paper's draft models "
-        "are large and long trained"
+        "so do six layers of SmolLM2, which guess 44 % of its tokens; 40 to 100 steps are few; the paper's draft "
+        "models are large and long trained"
     ),
     "A mix of both is better": "half of the rows are the weak draft model's own texts",
     "Learning from the stream accepts more": (
