@@ -85,7 +85,7 @@ REASONS: dict[str, str] = {
     ),
     "PEARL is faster than drafting in turn, two threads": (
         "half of a forward of the embedded pair is Python, which two threads of one process take turns at; the paper "
-        "has a device per model. A forward of SmolLM2 in float32 is mostly products"
+        "has a device per model. SmolLM2 has eight times as many parameters"
     ),
     "PEARL is faster than plain decoding": (
         "six layers of SmolLM2 draft two tokens in nearly the time of one of its forwards, and a fifth to a third of "
@@ -106,7 +106,7 @@ REASONS: dict[str, str] = {
         "the embedded target's draft model had not read these domains and learns 288 requests; with "
         "`recipes/small_draft`, which has read them, single trials showed changes of -0.1 to +0.04. SmolLM2's was "
         "distilled on SmolLM2's chats before and learns 144 requests in 36 steps; with a learning rate of 1e-4 instead "
-        "of 3e-4, eleven of these twelve claims were undecided"
+        "of 3e-4 and two seeds, eleven of these twelve claims were undecided"
     ),
     "Merging experts emits more": (
         "the target was trained for 900 steps, and its experts are used unevenly: the four most used ones alone say "
