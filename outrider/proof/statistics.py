@@ -182,10 +182,12 @@ def sampled_law(
     length = min(_length(engine, prompt) for prompt in prompts)
     engine.rest()
     bases = SETTINGS if is_exact(engine.parts.target) else UNBOUND
-    settings = [
-        _plan(engine, prompt, bases[i % len(bases)], num_draws // len(prompts), length, temperature).sampling
-        for i, prompt in enumerate(prompts)
-    ]
+    asked = [_Asked(engine, prompt) for prompt in prompts]
+    with task("which outputs are told apart"):
+        settings = [
+            _plan(each, bases[i % len(bases)], num_draws // len(prompts), length, temperature).sampling
+            for i, each in enumerate(asked)
+        ]
     watcher = _Preferences(engine.parts)
     outputs: list[Output] = []
     # Draws of different prompts take turns, so that a batch has different settings.
@@ -206,19 +208,17 @@ def sampled_law(
             ]
             outputs += run_watched(engine, requests, watcher.look, lambda output: bar.advance())
             if len(outputs) == wanted or drawing.passed:
-                samples = _judged(engine, prompts, settings, outputs, watcher, length)
+                samples = _judged(engine, asked, settings, outputs, watcher, length)
                 more = 0
                 if until is not None and not drawing.passed and samples.verdict == "inconclusive":
-                    more = _enough(engine, prompts, settings, samples, length)
+                    more = _enough(asked, settings, samples, length)
                 if not more:
                     return samples
                 wanted = more
                 bar.reach(len(outputs), wanted)
 
 
-def _enough(
-    engine: Engine, prompts: Sequence[Sequence[int]], settings: Sequence[Sampling], samples: Samples, length: int
-) -> int:
+def _enough(asked: Sequence["_Asked"], settings: Sequence[Sampling], samples: Samples, length: int) -> int:
     """How many draws in all may tell what those that were made do not; 0 where no number of them would."""
     count = samples.test.num_draws
     if not samples.num_draft_tokens:
@@ -226,8 +226,8 @@ def _enough(
     if samples.test.degrees >= LEAST_DEGREES:
         return 2 * count
     for factor in FACTORS:
-        each = factor * count // len(prompts)
-        plans = (_plan(engine, p, s, each, length, s.temperature) for p, s in zip(prompts, settings, strict=True))
+        each = factor * count // len(asked)
+        plans = (_plan(a, s, each, length, s.temperature) for a, s in zip(asked, settings, strict=True))
         if sum(len(plan.classes.expected_counts) - 1 for plan in plans) >= LEAST_DEGREES:
             return factor * count
     return 0
@@ -235,7 +235,7 @@ def _enough(
 
 def _judged(
     engine: Engine,
-    prompts: Sequence[Sequence[int]],
+    asked: Sequence["_Asked"],
     settings: Sequence[Sampling],
     outputs: Sequence[Output],
     watcher: "_Preferences",
@@ -244,11 +244,11 @@ def _judged(
     """The tests of some outputs. Output `n` is one of prompt `n` modulo the number of prompts."""
     statistic, degrees = 0.0, 0
     likely, liked = _Excess(), _Excess()
-    for i, (prompt, sampling) in enumerate(zip(prompts, settings, strict=True)):
-        numbers = list(range(i, len(outputs), len(prompts)))
+    for i, (own, sampling) in enumerate(zip(asked, settings, strict=True)):
+        numbers = list(range(i, len(outputs), len(asked)))
         if not numbers:
             continue
-        plan = _plan(engine, prompt, sampling, len(numbers), length, sampling.temperature)
+        plan = _plan(own, sampling, len(numbers), length, sampling.temperature)
         counts = Counter(plan.classes.of(outputs[number].tokens[:length]) for number in numbers)
         result = chi_square(
             [counts[each] for each in plan.classes.expected_counts], list(plan.classes.expected_counts.values())
@@ -258,7 +258,7 @@ def _judged(
         for first in range(0, len(numbers), engine.max_slots):
             some = numbers[first : first + engine.max_slots]
             texts = [outputs[number].tokens[:length] for number in some]
-            rows = _along(engine, prompt, texts, plan.sampling)
+            rows = _along(engine, own.prompt, texts, plan.sampling)
             for number, text, along in zip(some, texts, rows, strict=True):
                 drawn = torch.tensor(text)
                 likely.add(along, along.clamp_min(LEAST_LIKELY).log(), drawn)
@@ -355,35 +355,50 @@ class _Plan:
     classes: Partition
 
 
-def _plan(
-    engine: Engine, prompt: Sequence[int], base: Sampling, num_draws: int, length: int, temperature: float | None
-) -> _Plan:
+class _Asked:
+    """A prompt, and the target's logits after beginnings of its outputs: each beginning is read once, whichever
+    temperatures are tried and however often the draws are judged.
+    """
+
+    def __init__(self, engine: Engine, prompt: Sequence[int]) -> None:
+        self.prompt, self.at_once = list(prompt), engine.max_slots
+        self._target = engine.parts.target
+        self._logits: dict[Begun, Float[Tensor, " vocab"]] = {}
+
+    def rows(self, sampling: Sampling) -> Rows:
+        """The target's own distributions after some beginnings."""
+
+        def rows(begun: Sequence[Begun]) -> Float[np.ndarray, "begun vocab"]:
+            self._read([each for each in dict.fromkeys(begun) if each not in self._logits])
+            found = []
+            for each in begun:
+                text = [[*self.prompt, *each]]
+                found.append(transformers_rows(self._logits[each][None], text, len(self.prompt), sampling, LOOSE)[0])
+            return torch.stack(found).cpu().numpy()
+
+        return rows
+
+    def _read(self, begun: Sequence[Begun]) -> None:
+        """Keep the logits after some beginnings; those of one length are read together."""
+        for _, alike in groupby(sorted(begun, key=len), key=len):
+            some = list(alike)
+            for first in range(0, len(some), self.at_once):
+                part = some[first : first + self.at_once]
+                texts = [[*self.prompt, *each] for each in part]
+                # A view would keep the logits of all positions.
+                self._logits |= zip(part, plain_logits(self._target, texts, 1)[:, 0].clone(), strict=True)
+
+
+def _plan(asked: _Asked, base: Sampling, num_draws: int, length: int, temperature: float | None) -> _Plan:
     """The temperature to draw at, beside some other settings, and which outputs are told apart there."""
     plans: list[_Plan] = []
     for each in TEMPERATURES if temperature is None else (temperature,):
         sampling = replace(base, temperature=each)
-        rows = _rows(engine, prompt, sampling)
-        plans.append(_Plan(sampling=sampling, classes=partition(rows, num_draws, length, engine.max_slots)))
+        classes = partition(asked.rows(sampling), num_draws, length, asked.at_once)
+        plans.append(_Plan(sampling=sampling, classes=classes))
         if len(plans[-1].classes.expected_counts) >= ENOUGH:
             break
     return max(plans, key=lambda plan: len(plan.classes.expected_counts))
-
-
-def _rows(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Rows:
-    """The target's own distributions after some beginnings."""
-
-    def rows(begun: Sequence[Begun]) -> Float[np.ndarray, "begun vocab"]:
-        by_beginning: dict[Begun, Float[np.ndarray, " vocab"]] = {}
-        for _, alike in groupby(sorted(begun, key=len), key=len):
-            some = list(alike)
-            for first in range(0, len(some), engine.max_slots):
-                texts = [[*prompt, *beginning] for beginning in some[first : first + engine.max_slots]]
-                logits = plain_logits(engine.parts.target, texts, 1)[:, 0]
-                probabilities = transformers_rows(logits, texts, len(prompt), sampling, LOOSE).cpu().numpy()
-                by_beginning |= zip(some[first : first + engine.max_slots], probabilities, strict=True)
-        return np.stack([by_beginning[beginning] for beginning in begun])
-
-    return rows
 
 
 def _along(

@@ -1,17 +1,22 @@
 """The test of samples sees what is wrong, passes what is right, and says so where it could have seen little."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from outrider.cli.commands import DRAWS
 from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
+from outrider.lm.protocol import LM
+from outrider.proof import statistics
 from outrider.proof.pair import prove
 from outrider.proof.partition import LEAST_EXPECTED, MOST_CLASSES, Class, Partition, partition
+from outrider.proof.plain import plain_logits
 from outrider.proof.statistics import P_BOUND, Samples, chi_square, sampled_law
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.lenient import LenientVerifier
@@ -71,6 +76,20 @@ def test_without_a_draft_it_is_inconclusive():
 def test_few_draws_are_made_after_few_prompts(pair):
     assert len(sampled_law(pair, PROMPTS, 199).temperatures) == 1
     assert len(sampled_law(pair, PROMPTS, 200).temperatures) == 2
+
+
+def test_the_target_reads_each_beginning_once_whichever_temperatures_are_tried(pair, monkeypatch):
+    read = list[tuple[int, ...]]()
+
+    def reading(target: LM, texts: Sequence[Sequence[int]], last: int) -> Tensor:
+        if last == 1:
+            read.extend(map(tuple, texts))
+        return plain_logits(target, texts, last)
+
+    monkeypatch.setattr(statistics, "plain_logits", reading)
+    # So few draws tell few outputs apart, at whichever temperature; and they are judged by a plan for fewer draws.
+    sampled_law(pair, PROMPTS, 50)
+    assert len(read) == len(set(read)) > 1
 
 
 def test_p_values_are_spread_evenly_where_the_law_holds():
