@@ -1458,24 +1458,26 @@ void multiply(const std::vector<Matrix> &all, const States &states, const Output
     }
 }
 
+// `count` rows of one panel, the first of them row `id`: what a panel's rows share is unpacked once for them.
 template <int KIND>
-void row(const uint8_t *data, int64_t id, int64_t features, const Output &output, int64_t place) {
+void rows_of_panel(const uint8_t *data, int64_t id, int64_t count, int64_t features, const Output &output, int64_t place) {
     constexpr Layout layout = layout_of(KIND);
-    const int column = int(id % PANEL);
+    const int first = int(id % PANEL);
     for (int64_t k = 0; k < features; k += GROUP) {
         const uint8_t *block = data + (id / PANEL * (features / layout.weights) + k / layout.weights) * layout.chunk();
         const int group = int(k % layout.weights / GROUP);
         alignas(64) float tile[GROUP][PANEL];
-        float values[GROUP];
+        Scales scales[2];
         unpack<KIND>(block + PANEL * layout.header + group * layout.codes(), tile);
-        for (int half = 0; half < 2; half++) {
-            Scales scales;
-            read_scales<KIND>(block, group, half, scales);
+        for (int half = 0; half < 2; half++) read_scales<KIND>(block, group, half, scales[half]);
+        for (int i = 0; i < count; i++) {
+            const int column = first + i;
+            float values[GROUP];
             // A product, then a sum, as gguf has it: no fused operation.
-            for (int i = 16 * half; i < 16 * half + 16; i++)
-                values[i] = scales.scale[column] * tile[i][column] + scales.offset[column];
+            for (int j = 0; j < GROUP; j++)
+                values[j] = scales[j / 16].scale[column] * tile[j][column] + scales[j / 16].offset[column];
+            output.store(values, place + i, k, GROUP);
         }
-        output.store(values, place, k, GROUP);
     }
 }
 
@@ -1537,18 +1539,24 @@ int outrider_block_rows(const int64_t *ids, int64_t count, const void *blocks, i
     const Output output{out, nullptr, out_type, FLOAT32, features};
     const uint8_t *data = static_cast<const uint8_t *>(blocks);
     if (std::any_of(ids, ids + count, [&](int64_t id) { return id < 0 || id >= size; })) return 2;
+    // Where the runs begin: ids of one panel, each the next one of the one before.
+    std::vector<int64_t> runs;
+    for (int64_t i = 0; i < count; i++)
+        if (i == 0 || ids[i] != ids[i - 1] + 1 || ids[i] % PANEL == 0) runs.push_back(i);
+    runs.push_back(count);
 #pragma omp parallel for if (count * features > ALONE)
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t run = 0; run < int64_t(runs.size()) - 1; run++) {
+        const int64_t i = runs[run], length = runs[run + 1] - i;
         switch (kind) {
-            case Q4_0: row<Q4_0>(data, ids[i], features, output, i); break;
-            case Q4_1: row<Q4_1>(data, ids[i], features, output, i); break;
-            case Q5_0: row<Q5_0>(data, ids[i], features, output, i); break;
-            case Q5_1: row<Q5_1>(data, ids[i], features, output, i); break;
-            case Q8_0: row<Q8_0>(data, ids[i], features, output, i); break;
-            case Q4_K: row<Q4_K>(data, ids[i], features, output, i); break;
-            case Q5_K: row<Q5_K>(data, ids[i], features, output, i); break;
-            case Q6_K: row<Q6_K>(data, ids[i], features, output, i); break;
-            case BF16: row<BF16>(data, ids[i], features, output, i); break;
+            case Q4_0: rows_of_panel<Q4_0>(data, ids[i], length, features, output, i); break;
+            case Q4_1: rows_of_panel<Q4_1>(data, ids[i], length, features, output, i); break;
+            case Q5_0: rows_of_panel<Q5_0>(data, ids[i], length, features, output, i); break;
+            case Q5_1: rows_of_panel<Q5_1>(data, ids[i], length, features, output, i); break;
+            case Q8_0: rows_of_panel<Q8_0>(data, ids[i], length, features, output, i); break;
+            case Q4_K: rows_of_panel<Q4_K>(data, ids[i], length, features, output, i); break;
+            case Q5_K: rows_of_panel<Q5_K>(data, ids[i], length, features, output, i); break;
+            case Q6_K: rows_of_panel<Q6_K>(data, ids[i], length, features, output, i); break;
+            case BF16: rows_of_panel<BF16>(data, ids[i], length, features, output, i); break;
         }
     }
     return 0;

@@ -158,8 +158,10 @@ def test_states_may_have_strides_and_other_dtypes() -> None:
 def test_rows_of_an_embedding_are_exact(kind: str, dtype: torch.dtype) -> None:
     weight = matrix(kind, 50, 512)
     layer = BlockEmbedding(weight, dtype)
-    ids = torch.tensor([[49, 0], [17, 17], [16, 3]])
-    assert torch.equal(layer(ids), weight.dequantised(dtype)[ids])
+    # Rows that follow each other are unpacked together, up to the end of their panel.
+    neighbours = torch.cat([torch.arange(3, 50), torch.arange(50), torch.arange(20, 9, -1), torch.tensor([15, 16, 18])])
+    for ids in (torch.tensor([[49, 0], [17, 17], [16, 3]]), neighbours):
+        assert torch.equal(layer(ids), weight.dequantised(dtype)[ids])
     assert layer(torch.tensor(4)).shape == (512,)
 
 
