@@ -31,7 +31,7 @@ MEASUREMENTS = ROOT / "measurements"
 VERDICTS = {True: "yes", False: "no", None: "undecided"}
 TRAINED = "trained"
 """Stands for the draft model of a run that trains drafters itself; behind it, after a space, the name of its target if
-that is not the embedded one."""
+that is not the embedded one, or of the draft model that they begin with."""
 PAIRS = {
     "draft": "embedded pair",
     "small_draft": "small pair",
@@ -39,9 +39,10 @@ PAIRS = {
     "smollm2-6": "SmolLM2-135M and 6 of its layers",
     TRAINED: "drafters of the embedded target",
     f"{TRAINED} smollm2": "drafters of SmolLM2-135M",
+    f"{TRAINED} smollm2-6-talk": "SmolLM2-135M, from a draft model that read dialogues",
 }
 """The page's name for each pair, by the name of its draft model."""
-REAL = ("coder-0.5b.gguf", "smollm2-6", f"{TRAINED} smollm2")
+REAL = ("coder-0.5b.gguf", "smollm2-6", f"{TRAINED} smollm2", f"{TRAINED} smollm2-6-talk")
 """Those of models that people use."""
 PICTURES = {False: "claims.svg", True: "claims-training.svg"}
 """Beside the page, by whether it shows the claims about drafters that were trained for them."""
@@ -256,12 +257,14 @@ def lines(runs: Sequence[Mapping[str, Any]]) -> list[Line]:
 
 
 def draft_of(run: Mapping[str, Any]) -> str:
-    """The draft model of a run; `TRAINED` if the run trains its drafters, and behind it a target of `PAIRS`."""
+    """The draft model of a run; `TRAINED` if the run trains its drafters, and behind it what they begin with, or else
+    their target, if that is of `PAIRS`.
+    """
     told = run["circumstances"]["arguments"]
     if told.get("draft"):
         return Path(told["draft"]).name
-    trained = f"{TRAINED} {Path(told.get('target') or '').name}"
-    return trained if trained in PAIRS else TRAINED
+    names = (f"{TRAINED} {Path(told.get(name) or '').name}" for name in ("begins_with", "target"))
+    return next((name for name in names if name in PAIRS), TRAINED)
 
 
 def pair_of(draft: str) -> str:
@@ -397,8 +400,11 @@ def total(made: Sequence[Line]) -> str:
     said = f"{len(made)} claims, {len(every)} verdicts: {yes} yes, {no} no, {open_} undecided."
     real = [[claim for pair, claim in line.found.items() if pair in REAL] for line in made]
     if judged := [own for own in real if own]:
-        yes, no, open_ = counts([claim for own in judged for claim in own])
-        said += f" {len(judged)} of the claims are judged on real models: {yes} yes, {no} no, {open_} undecided."
+        verdicts = [claim for own in judged for claim in own]
+        yes, no, open_ = counts(verdicts)
+        said += f" {len(judged)} of the claims are judged on real models, with {len(verdicts)} verdicts: {yes} yes, "
+        left = sum(all(claim["holds"] is None for claim in own) for own in judged)
+        said += f"{no} no, {open_} undecided. {left} of these claims are undecided on every real pair."
     return said
 
 

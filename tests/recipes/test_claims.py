@@ -385,6 +385,20 @@ def test_drafters_that_were_trained_for_another_target_have_a_column_of_their_ow
     table = page[page.index("## Training") : page.index("## Remarks")]
     assert "drafters of SmolLM2-135M | drafters of the embedded target | verdicts |" in table
     assert "**yes** / **no** |" in table
+    begun = judged("", claim_of("A emits more.", None))
+    begun["circumstances"]["arguments"] |= {"draft": None, "target": "smollm2", "begins_with": "smollm2-6-talk"}
+    beside = claims.page([known, begun])
+    assert "drafters of SmolLM2-135M | SmolLM2-135M, from a draft model that read dialogues | verdicts |" in beside
+    assert "**yes** / **undecided** |" in beside
+
+
+def test_the_page_counts_claims_that_no_real_pair_decides():
+    def run(draft: str, **holds: bool | None) -> dict[str, object]:
+        return judged(draft, *(claim_of(f"{name} is faster.", each) for name, each in holds.items()))
+
+    pairs = run("smollm2-6", A=None, B=None), run("coder-0.5b.gguf", A=False, C=True), run("d/draft", B=True, D=None)
+    said = claims.total(claims.lines(pairs))
+    assert "3 of the claims are judged on real models, with 4 verdicts: 1 yes, 1 no, 2 undecided. 1 of these" in said
 
 
 def test_every_undecided_claim_has_its_hours_and_those_that_nobody_will_measure_are_not_added():
