@@ -33,9 +33,14 @@ class Deadline:
         """Whether no time is left."""
         return self.clock() >= self.at
 
+    @property
+    def left(self) -> float:
+        """Seconds that are left; below 0 behind the moment."""
+        return self.at - self.clock()
+
     def part(self, share: float) -> "Deadline":
         """When a share of the time that is left has passed."""
-        left = self.at - self.clock()
+        left = self.left
         return self if math.isinf(left) else Deadline(at=self.at - (1 - share) * left, clock=self.clock)
 
 

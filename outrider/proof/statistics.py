@@ -37,6 +37,8 @@ DRAWING = 0.6
 """What part of the time outputs are drawn in. To judge them takes the rest: a forward over each, beside its plan."""
 LONGEST = 6
 """Most tokens of an output that are looked at."""
+SHORT = 3
+"""The same where there is time for few outputs only: shorter ones are more."""
 TEMPERATURES = (0.7, 1.0, 1.5, 2.0, 3.0, 5.0)
 """Temperatures to try if none is named: the first at which enough outputs can be distinguished is used."""
 SETTINGS = (
@@ -174,18 +176,25 @@ def sampled_law(
     Args:
         num_draws: How many outputs to draw.
         temperature: None takes, for each prompt, one at which enough outputs can be told apart.
-        until: When the test ends, about; outputs are drawn in a part of the time. If time is left, the draws tell too
+        until: When the test ends, about; outputs are drawn in a part of the time. If there is time for few of them,
+            they are shorter and follow fewer prompts, so that they tell more. If time is left, the draws tell too
             little and more would tell enough, more are drawn. None draws the number that was asked for.
     """
     drawing = (until or ENDLESS).part(DRAWING)
-    prompts = prompts[: max(1, num_draws // LEAST_DRAWS)]
     length = min(_length(engine, prompt) for prompt in prompts)
     engine.rest()
+    expected = num_draws
+    if until is not None:
+        short = _affordable(engine, prompts[0], drawing)
+        if short * (SHORT + 1) / (length + 1) < min(num_draws, LEAST_DRAWS):
+            length = min(length, SHORT)
+        expected = max(1, int(min(num_draws, short * (SHORT + 1) / (length + 1))))
+    prompts = prompts[: max(1, expected // LEAST_DRAWS)]
     bases = SETTINGS if is_exact(engine.parts.target) else UNBOUND
     asked = [_Asked(engine, prompt) for prompt in prompts]
     with task("which outputs are told apart"):
         settings = [
-            _plan(each, bases[i % len(bases)], num_draws // len(prompts), length, temperature).sampling
+            _plan(each, bases[i % len(bases)], expected // len(prompts), length, temperature).sampling
             for i, each in enumerate(asked)
         ]
     watcher = _Preferences(engine.parts)
@@ -216,6 +225,23 @@ def sampled_law(
                     return samples
                 wanted = more
                 bar.reach(len(outputs), wanted)
+
+
+def _affordable(engine: Engine, prompt: Sequence[int], drawing: Deadline) -> float:
+    """About how many short outputs there is time to draw, by the time that a batch of them takes."""
+    before = drawing.clock()
+    requests = [
+        Request(
+            id=f"trial {number}",
+            prompt=tuple(prompt),
+            max_new_tokens=SHORT + 1,
+            sampling=Sampling(temperature=1.0, seed=number),
+        )
+        for number in range(engine.max_slots)
+    ]
+    run_watched(engine, requests, lambda cycle: None)
+    seconds = (drawing.clock() - before) / len(requests)
+    return drawing.left / seconds if seconds else math.inf
 
 
 def _enough(asked: Sequence["_Asked"], settings: Sequence[Sampling], samples: Samples, length: int) -> int:

@@ -12,11 +12,12 @@ from outrider.core.deadline import ENDLESS, Deadline
 from outrider.engine.engine import Engine
 from outrider.host import remembered
 from outrider.lm.model import LanguageModel
+from outrider.proof import statistics
 from outrider.proof.gate import Copies, gate, in_float32, openings
 from outrider.proof.identity import LEAST_TOKENS, identity
 from outrider.proof.nodes import compare_nodes
 from outrider.proof.pair import repeated
-from outrider.proof.statistics import sampled_law
+from outrider.proof.statistics import LONGEST, SHORT, sampled_law
 from tests.world.models import drafter_of, llama
 
 pytestmark = pytest.mark.usefixtures("fewer_draws")
@@ -85,6 +86,25 @@ def test_draws_go_on_while_they_tell_nothing_and_time_is_left(engine, prompts):
     assert more.test.num_draws > 8
     none = sampled_law(engine, prompts, 10**6, temperature=1.0, until=OVER)
     assert 0 < none.test.num_draws < 100
+
+
+def test_a_slow_target_is_judged_by_short_outputs_of_few_prompts(monkeypatch):
+    seconds, run = [0.0], statistics.run_watched
+
+    def slow(engine, requests, *more):
+        seconds[0] += sum(request.max_new_tokens / 3 for request in requests)
+        return run(engine, requests, *more)
+
+    monkeypatch.setattr(statistics, "run_watched", slow)
+    drafter = drafter_of("model")
+    pair = outrider.load(llama(), drafter=drafter, length="fixed:5", ignore_generation_config=True, probe=False)
+    prompts = openings(pair)
+    found = sampled_law(pair, prompts, 1000, until=Deadline(at=210.0, clock=lambda: seconds[0]))
+    assert (found.verdict, found.length, len(found.temperatures)) == ("fits", SHORT, 1)
+    assert found.test.num_draws < 100
+    seconds[0] = 0.0
+    found = sampled_law(pair, prompts, 1000, until=Deadline(at=1800.0, clock=lambda: seconds[0]))
+    assert (found.verdict, found.length, len(found.temperatures)) == ("fits", LONGEST, len(prompts))
 
 
 def test_draws_leave_time_to_judge_them(engine, prompts):
