@@ -145,7 +145,8 @@ OF_TRAINING = """## Training
 
 Here drafters are trained, those of a column in one comparison with equal steps, rows and tokens. Intervals are over
 held-out prompts and over two or three seeds of the training. The budgets are those of minutes on one core; the papers
-train for days on accelerators. The draft models of SmolLM2 begin as the six layers above.
+train for days on accelerators. The draft models of SmolLM2 begin as the six layers above, or as six layers that had
+read other texts only, dialogues and questions with their answers.
 
 """
 HOURS = """## Undecided claims
