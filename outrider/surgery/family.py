@@ -50,7 +50,7 @@ def _nearest(config: PreTrainedConfig, parameters: int, layers: int) -> Sized:
     """The shape with so many layers whose number of parameters is nearest; more width is always more parameters."""
     before = shape_of(config)
     step = max(MULTIPLE, before.width // WIDTHS // MULTIPLE * MULTIPLE)
-    widths = [*range(step, before.width, step), before.width]
+    widths = [*(width for width in range(step, before.width, step) if _heads(before, width)), before.width]
     sized = {}
 
     def count(place: int) -> int:
@@ -71,8 +71,7 @@ def _shape(before: ModelShape, layers: int, width: int) -> ModelShape:
     """The shape of a width, in the target's proportions."""
     share = width / before.width
     groups, size = before.key_value_heads, before.heads // before.key_value_heads
-    fitting = [n for n in range(1, before.heads + 1) if (n % groups == 0 or n % size == 0) and width % n == 0]
-    heads = min(fitting or [groups], key=lambda n: abs(n - share * before.heads))
+    heads = min(_heads(before, width), key=lambda n: abs(n - share * before.heads))
     return ModelShape(
         layers=layers,
         width=width,
@@ -80,3 +79,9 @@ def _shape(before: ModelShape, layers: int, width: int) -> ModelShape:
         key_value_heads=groups if heads % groups == 0 else heads // size,
         feed_forward=max(8, round(share * before.feed_forward / 8) * 8),
     )
+
+
+def _heads(before: ModelShape, width: int) -> list[int]:
+    """The numbers of heads that share keys and values as the target's do, and divide a width, as transformers asks."""
+    groups, size = before.key_value_heads, before.heads // before.key_value_heads
+    return [n for n in range(1, before.heads + 1) if (n % groups == 0 or n % size == 0) and width % n == 0]

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers import LlamaConfig
 
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_TARGET
@@ -74,6 +75,16 @@ def test_a_family_has_one_size_and_falls_in_width_with_depth(parameters):
     for sized in family:
         assert sized.num_parameters == num_parameters(config_of(config, sized.shape))
         assert abs(sized.num_parameters - parameters) <= NEAR * parameters
+
+
+def test_every_shape_of_a_family_has_a_width_that_its_heads_divide():
+    # The sizes of SmolLM2-135M, whose nine heads on three do not divide every multiple of 16.
+    sizes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
+    config = LlamaConfig(vocab_size=1000, num_hidden_layers=30, head_dim=64, **sizes)
+    for parameters in (3_000_000, 4_000_000):
+        for sized in same_size(config, parameters, [1, 2, 4, 12]):
+            assert sized.shape.width % sized.shape.heads == 0
+            LlamaConfig(**config_of(config, sized.shape).to_dict())
 
 
 def test_the_number_of_parameters_is_the_models_own():
