@@ -105,9 +105,9 @@ REASONS: dict[str, str] = {
     "A mix of both is better": "half of the rows are the weak draft model's own texts",
     "Learning from the stream accepts more": (
         "the embedded target's draft model had not read these domains and learns 288 requests; with "
-        "`recipes/small_draft`, which has read them, single trials showed changes of -0.1 to +0.04. SmolLM2's was "
-        "distilled on SmolLM2's chats before and learns 144 requests in 36 steps; with a learning rate of 1e-4 instead "
-        "of 3e-4 and two seeds, eleven of these twelve claims were undecided"
+        "`recipes/small_draft`, which has read them, single trials showed changes of -0.1 to +0.04. SmolLM2's learn "
+        "144 requests in 36 steps: one was distilled on SmolLM2's chats before, Python among them, and gains "
+        "little; the other one had read dialogues and questions only, and gains more"
     ),
     "Merging experts emits more": (
         "the target was trained for 900 steps, and its experts are used unevenly: the four most used ones alone say "
@@ -120,9 +120,13 @@ REASONS: dict[str, str] = {
     ),
     "Random gaps accept more": "rotary draft models lose nothing behind the trained length that gaps could give back",
     "Steering and distillation emit": (
-        "100 optimizer steps of 8 rows; the papers' draft models have many layers to steer, and learn for days"
+        "100 optimizer steps of 8 rows, 60 of 4 for SmolLM2; the papers' draft models have many layers to steer, and "
+        "learn for days"
     ),
-    "A frozen draft model emits more": "100 optimizer steps of 8 rows, and one layer to steer",
+    "A frozen draft model emits more": (
+        "100 optimizer steps of 8 rows, and one layer to steer. SmolLM2's draft model and target know chats; what "
+        "steers learns 60 steps on texts that are none, and it is judged on chats"
+    ),
     "EAGLE-3 ": (
         "two million tokens: EAGLE also learns the target's next feature at every place, and so learns faster; the "
         "paper trains for hundreds of times as many tokens"

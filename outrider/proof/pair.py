@@ -18,7 +18,7 @@ from outrider.proof.rule import law_error
 from outrider.proof.statistics import LONGEST, Samples, sampled_law
 
 Result = TypeVar("Result")
-SHARE = 0.2
+SHARE = 0.1
 """What part of the time that is left each check of the models may take; the draws get what the checks leave."""
 LAW_BOUND = 1e-12
 """Law errors below this are rounding."""
