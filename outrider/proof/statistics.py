@@ -185,10 +185,11 @@ def sampled_law(
     engine.rest()
     expected = num_draws
     if until is not None:
-        short = _affordable(engine, prompts[0], drawing)
-        if short * (SHORT + 1) / (length + 1) < min(num_draws, LEAST_DRAWS):
-            length = min(length, SHORT)
-        expected = max(1, int(min(num_draws, short * (SHORT + 1) / (length + 1))))
+        short = min(SHORT, length)
+        affordable = _affordable(engine, prompts[0], short, drawing)
+        if affordable * (short + 1) / (length + 1) < min(num_draws, LEAST_DRAWS):
+            length = short
+        expected = max(1, int(min(num_draws, affordable * (short + 1) / (length + 1))))
     prompts = prompts[: max(1, expected // LEAST_DRAWS)]
     bases = SETTINGS if is_exact(engine.parts.target) else UNBOUND
     asked = [_Asked(engine, prompt) for prompt in prompts]
@@ -227,14 +228,14 @@ def sampled_law(
                 bar.reach(len(outputs), wanted)
 
 
-def _affordable(engine: Engine, prompt: Sequence[int], drawing: Deadline) -> float:
-    """About how many short outputs there is time to draw, by the time that a batch of them takes."""
+def _affordable(engine: Engine, prompt: Sequence[int], length: int, drawing: Deadline) -> float:
+    """About how many outputs of a length there is time to draw, by the time that a batch of them takes."""
     before = drawing.clock()
     requests = [
         Request(
             id=f"trial {number}",
             prompt=tuple(prompt),
-            max_new_tokens=SHORT + 1,
+            max_new_tokens=length + 1,
             sampling=Sampling(temperature=1.0, seed=number),
         )
         for number in range(engine.max_slots)

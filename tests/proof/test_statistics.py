@@ -87,7 +87,7 @@ def test_the_target_reads_each_beginning_once_whichever_temperatures_are_tried(p
         return plain_logits(target, texts, last)
 
     monkeypatch.setattr(statistics, "plain_logits", reading)
-    # So few draws tell few outputs apart, at whichever temperature; and they are judged by a plan for fewer draws.
+    # So few draws tell few outputs apart, so that all temperatures are tried; then the draws are judged.
     sampled_law(pair, PROMPTS, 50)
     assert len(read) == len(set(read)) > 1
 
