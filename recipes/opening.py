@@ -5,7 +5,8 @@ transformers alone, one that also loads their tokenizers, as `outrider.load` doe
 loads them with outrider; `--ways` chooses among all but the first. Seconds begin after the imports.
 Memory is VmRSS of /proc/self/status above that after the imports, over the bytes of the weights; `anonymous` is the
 part of it that no file holds. It is read when the models are loaded, and again behind a prompt and some tokens. Every
-way opens the models once before the first round, so that the cache is warm. The recipe needs Linux. Run
+way opens the models once before the first round, so that the cache is warm: with GGUF files, which transformers takes
+a minute to unpack, only outrider's ways do, because the files have then been read. The recipe needs Linux. Run
 `outrider prepare` with the same models before, or compiled forwards are made in the warm-up.
 """
 
@@ -81,6 +82,12 @@ def opened(way: str, target: Path, draft: Path | None, threads: int) -> dict[str
     return row_of(["-c", PROGRAM, way, target, str(draft or ""), str(threads)])
 
 
+def warmed(ways: Sequence[str], models: Sequence[Path]) -> list[str]:
+    """The ways that open the models once before the first round."""
+    own = [way for way in ways if way not in (BARE, READING)]
+    return own if own and all(model.suffix == ".gguf" for model in models) else list(ways)
+
+
 def summarise(rows: Sequence[Row]) -> dict[str, dict[str, IntervalEstimate]]:
     """For each way: seconds, their ratio to `from_pretrained` in the same round, and memory over the weights."""
     bare, reading = ({row["round"]: row["seconds"] for row in rows if row["way"] == way} for way in (BARE, READING))
@@ -111,9 +118,10 @@ def main(
     """Measure seconds and memory of opening a model, over those of from_pretrained and of the weights."""
     chosen = Label.each(dict.fromkeys([BARE, *options.words(ways)]))
     with folder(out, "opening", {"target": target, "draft": draft, "rounds": rounds, "threads": threads}) as place:
-        with task("warm-up", len(chosen), "runs") as bar:
-            for way in chosen:
-                opened(way.name, target, draft, threads)
+        first = warmed([way.name for way in chosen], [target, *([draft] if draft else [])])
+        with task("warm-up", len(first), "runs") as bar:
+            for way in first:
+                opened(way, target, draft, threads)
                 bar.advance()
 
         def one(turn: Turn[Label, Label]) -> Row:
