@@ -127,8 +127,14 @@ void place(const uint8_t *codes, int bits, int row, uint8_t *out) {
     if (bits > 5) store(out + 320, row, high[1]);
 }
 
+// Pairs of whole bytes of a row, at their places in the chunk of the panel.
+template <int BYTES>
+void place_pairs(const uint8_t *codes, int pairs, int row, uint8_t *out) {
+    for (int i = 0; i < pairs; i++) memcpy(out + (i * PANEL + row) * BYTES, codes + i * BYTES, BYTES);
+}
+
 void panel_of(int64_t kind, const Layout &layout, const uint8_t *const *rows, int64_t num_blocks, uint8_t *out) {
-    const int pair = layout.bits / 4, group = PANEL * GROUP * layout.bits / 8;
+    const int pairs = layout.weights / 2, group = PANEL * GROUP * layout.bits / 8;
     for (int64_t block = 0; block < num_blocks; block++, out += layout.chunk()) {
         uint8_t *small = out + 2 * layout.halves * PANEL, *codes = small + layout.small * PANEL;
         for (int row = 0; row < PANEL; row++) {
@@ -136,9 +142,10 @@ void panel_of(int64_t kind, const Layout &layout, const uint8_t *const *rows, in
             take(kind, layout, rows[row] + block * layout.size, parts);
             for (int i = 0; i < layout.halves; i++) memcpy(out + 2 * (i * PANEL + row), parts.halves + 2 * i, 2);
             for (int i = 0; i < layout.small; i++) small[i * PANEL + row] = parts.small[i];
-            if (layout.bits >= 8)
-                for (int i = 0; i < layout.weights / 2; i++)
-                    memcpy(codes + (i * PANEL + row) * pair, parts.codes + i * pair, pair);
+            if (layout.bits == 16)
+                place_pairs<4>(parts.codes, pairs, row, codes);
+            else if (layout.bits == 8)
+                place_pairs<2>(parts.codes, pairs, row, codes);
             else
                 for (int i = 0; i < layout.weights / GROUP; i++)
                     place(parts.codes + i * GROUP, layout.bits, row, codes + i * group);
