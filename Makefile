@@ -64,7 +64,7 @@ check: lint types layers test
 
 # Models and environments of other engines are kept in the user's cache: some gigabytes, the first time.
 real: $(TOOLS)
-	@echo "== Every command once on real models: SmolLM2 and a pair of Qwen2.5-Coder; about 50 minutes on two cores =="
+	@echo "== Every command once on real models: SmolLM2 and a pair of Qwen2.5-Coder; about 45 minutes on two cores =="
 	$(BIN)/python -m recipes real
 
 clean:
