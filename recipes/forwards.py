@@ -38,7 +38,8 @@ ENGINES = (OURS, *SERVERS)
 IDS = 2003
 """Ids of tokens that servers read; every vocabulary has them."""
 TRIES = 4
-"""How often a server is asked: it reads the text first, and by chance it has said one of the tokens itself."""
+"""How often a server is asked: it reads the text first. By chance it has said one of the tokens itself, or says a part
+of a character, which its JSON cannot hold."""
 QUICK = {"engines": OURS, "contexts": "32,64", "tokens": "1,3", "rounds": 1}
 Forward = Callable[[int, int], float]
 """Seconds of a forward of so many tokens behind so many."""
@@ -54,15 +55,23 @@ class ServedForwards:
         """Seconds of a forward.
 
         Raises:
-            RuntimeError: It did not read so many tokens, but kept others than the text.
+            RuntimeError: It did not read so many tokens, but kept others than the text, or did not tell.
         """
+        why = ""
         for _ in range(TRIES):
             self._asked += 1
             others = periodic(tokens + self._asked)[-tokens:]
-            timings = self._read([*periodic(context), *others])
+            try:
+                timings = self._read([*periodic(context), *others])
+            except ValueError as error:
+                if "UTF-8" not in str(error):
+                    raise
+                why = str(error)
+                continue
             if timings["prompt_n"] == tokens:
                 return float(timings["prompt_ms"]) / 1000
-        raise RuntimeError(f"the server read {timings['prompt_n']} tokens instead of {tokens}")
+            why = f"the server read {timings['prompt_n']} tokens instead of {tokens}"
+        raise RuntimeError(why)
 
     def _read(self, prompt: list[int]) -> Any:
         """What it tells of the time that it took to read what it had not read."""

@@ -41,6 +41,32 @@ def test_a_server_that_reads_other_numbers_of_tokens_is_no_measure():
         ServedForwards(FakeServer(least=3))(1, 20)
 
 
+class PartsOfCharacters(FakeServer):
+    """A server that cannot tell what it says behind every second prompt."""
+
+    asked = 0
+
+    def call(self, method: str, path: str, body: Any = None) -> Any:
+        """Its times, or that it refuses."""
+        timings = super().call(method, path, body)
+        self.asked += 1
+        if self.asked % 2:
+            raise ValueError('{"error":{"message":"[json.exception.type_error.316] incomplete UTF-8 string"}}')
+        return timings
+
+
+def test_a_server_that_said_a_part_of_a_character_is_asked_again():
+    served = ServedForwards(PartsOfCharacters())
+    assert [served(tokens, 7) for tokens in (1, 5, 8)] == [1.0, 5.0, 8.0]
+
+
+def test_what_else_a_server_refuses_is_told():
+    server = FakeServer()
+    server.call = lambda *_: (_ for _ in ()).throw(ValueError("no such path"))  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="no such path"):
+        ServedForwards(server)(1, 7)
+
+
 def test_a_file_has_a_line_for_each_context(tmp_path):
     files = pytest.importorskip("tests.world.gguf_files")
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED_DRAFT, dtype=torch.float32)
