@@ -65,7 +65,7 @@ namespace {
 constexpr int PANEL = 16, GROUP = 32, MOST = 8;   // rows of a panel, weights of a group, states of one pass
 constexpr int64_t CHUNK = 64, ALONE = 1 << 14;    // states between two passes over a panel; weights for one thread
 constexpr int64_t MOST_SHARES = 64;               // threads that take each other's panels
-constexpr int64_t OWN_BYTES = 1 << 14, OTHERS_BYTES = 1 << 13;  // of what a thread takes at once
+constexpr int64_t OWN_BYTES = 1 << 14, OTHERS_BYTES = 1 << 13;  // of what a thread takes at least
 enum Type { FLOAT32 = 0, BFLOAT16 = 1 };
 enum Kind { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30 };
 
@@ -180,15 +180,32 @@ struct Output {
     int64_t type, bias_type, width;  // width: numbers between two states
 
     void store(const float *values, int64_t state, int64_t first, int64_t count) const {
-        for (int64_t c = 0; c < count; c++) {
-            float value = values[c];
-            if (bias != nullptr)
-                value += bias_type == FLOAT32 ? static_cast<const float *>(bias)[first + c]
-                                              : from_bfloat16(static_cast<const uint16_t *>(bias)[first + c]);
-            if (type == FLOAT32)
-                static_cast<float *>(out)[state * width + first + c] = value;
-            else
-                static_cast<uint16_t *>(out)[state * width + first + c] = to_bfloat16(value);
+        if (count == PANEL) store<PANEL>(values, state, first);
+        else
+            for (int64_t c = 0; c < count; c++) store<1>(values + c, state, first + c);
+    }
+
+    // So many numbers, a constant, so that the compiler makes vectors of them.
+    template <int N>
+    void store(const float *values, int64_t state, int64_t first) const {
+        float biased[N];
+        if (bias == nullptr)
+            for (int c = 0; c < N; c++) biased[c] = values[c];
+        else if (bias_type == FLOAT32)
+            for (int c = 0; c < N; c++) biased[c] = values[c] + static_cast<const float *>(bias)[first + c];
+        else
+            for (int c = 0; c < N; c++) biased[c] = values[c] + from_bfloat16(static_cast<const uint16_t *>(bias)[first + c]);
+        if (type == FLOAT32)
+            memcpy(static_cast<float *>(out) + state * width + first, biased, sizeof biased);
+        else {
+            uint32_t bits[N];
+            memcpy(bits, biased, sizeof bits);
+            uint16_t rounded[N];
+            for (int c = 0; c < N; c++) {
+                const uint32_t near = (bits[c] + 0x7fff + ((bits[c] >> 16) & 1)) >> 16;
+                rounded[c] = uint16_t((bits[c] & 0x7fffffff) > 0x7f800000 ? 0x7fc0u : near);
+            }
+            memcpy(static_cast<uint16_t *>(out) + state * width + first, rounded, sizeof rounded);
         }
     }
 };
@@ -1388,11 +1405,14 @@ class alignas(64) Share {
   public:
     void set(int64_t first, int64_t end) { range.store(both(first, end), std::memory_order_relaxed); }
 
-    // Takes at most `most` of the first or the last panels. Returns how many, and the first of them in `from`.
-    int64_t take(int64_t most, bool last, int64_t &from) {
+    // Takes some of the first or the last panels: half of what is left, or a quarter for others, but `least` if there are
+    // as many. To take costs an owner more than a compare: what the processor reads ahead waits for it. Returns how many,
+    // and the first of them in `from`.
+    int64_t take(int64_t least, bool last, int64_t &from) {
         uint64_t now = range.load(std::memory_order_relaxed);
         while (true) {
-            const int64_t first = int64_t(now >> 32), end = int64_t(uint32_t(now)), count = std::min(most, end - first);
+            const int64_t first = int64_t(now >> 32), end = int64_t(uint32_t(now));
+            const int64_t count = std::min(std::max(least, (end - first) / (last ? 4 : 2)), end - first);
             if (count <= 0) return 0;
             from = last ? end - count : first;
             const uint64_t rest = last ? both(first, from) : both(first + count, end);
