@@ -140,6 +140,7 @@ def main() -> None:
         results["compiled"] = compiled.num_compiled_forwards > before
         results["differing"] = alone_and_among(compiled) | behind_and_among(compiled)
         results["own"] = own_tensors(compiled)
+        results["gated"] = b"aoti_torch_cpu_gated" in (compiled.package.folder / libraries.LIBRARY).read_bytes()
         results["at hand"] = at_hand(compiled)
         if dtype == torch.float32:
             results["without a compiler"] = without_a_compiler(model)

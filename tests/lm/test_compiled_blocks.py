@@ -17,6 +17,7 @@ def test_compiled_forwards_compute_from_packed_weights_in_their_places(tmp_path)
         results = found[dtype]
         assert max(results["differences"].values()) < tolerance, results["differences"]
         assert results["compiled"]
+        assert results["gated"]
         assert set(results["differing"].values()) == {0}, results["differing"]
         assert "0.model.embed_tokens.data" in results["own"]
         # Layers that stayed plain may be packed in bfloat16.

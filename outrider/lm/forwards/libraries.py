@@ -46,6 +46,7 @@ from outrider.host import remembered
 from outrider.host.hashed import hashes_of
 from outrider.lm.forwards import shims
 from outrider.lm.forwards.constants import INDEX, STORE, MappedConstants, as_index, keep, read, tensors_of
+from outrider.lm.forwards.gated import fuse_gates
 from outrider.lm.forwards.runner import Runner
 
 LIBRARY, KEY = "forward.so", "key.json"
@@ -320,6 +321,7 @@ class Library(ABC):
             if foreign(exported) & shims.NAMES and not shims.load():
                 raise RuntimeError(WITHOUT_A_COMPILER)
             graph: Any = exported.module(check_guards=False)
+            fuse_gates(graph, shims.PRODUCTS)
             with settings.patch(SERIAL if _products_are_ours(exported) else {}):
                 written: Any = inductor.aot_compile(graph, *exported.example_inputs)
             paths = [Path(path) for path in written if isinstance(path, str)]

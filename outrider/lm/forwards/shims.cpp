@@ -33,6 +33,9 @@ int outrider_int8_linear(const void *states, int64_t states_type, int64_t rows, 
 int outrider_block_rows(const int64_t *ids, int64_t count, const void *blocks, int64_t kind, int64_t size,
                         int64_t features, void *out, int64_t out_type);
 
+// Of `gated.cpp`.
+void outrider_gated(const void *joined, int64_t type, int64_t rows, int64_t width, int64_t gelu, void *out);
+
 // Of `attend.cpp`, whose caller says what the numbers are.
 void outrider_attend(const void *queries, const void *keys, const void *values, const void *mask, void *output,
                      const int64_t *numbers, double scale);
@@ -136,6 +139,16 @@ AOTITorchError aoti_torch_cpu_block_rows(
     if (allocate(ids.sizes, ids.dim, features, dtype, output, &data)) return 1;
     return outrider_block_rows(
         static_cast<const int64_t *>(ids.data), ids.count(ids.dim), blocks.data, kind, size, features, data, type_of(dtype));
+}
+
+AOTITorchError aoti_torch_cpu_gated(AtenTensorHandle joined_handle, int32_t gelu, AtenTensorHandle *output) {
+    Tensor joined;
+    void *data;
+    if (!joined.read(joined_handle) || joined.dim < 1 || type_of(joined.dtype) < 0) return 1;
+    const int64_t dim = joined.dim - 1, width = joined.sizes[dim] / 2;
+    if (allocate(joined.sizes, dim, width, joined.dtype, output, &data)) return 1;
+    outrider_gated(joined.data, type_of(joined.dtype), joined.count(dim), width, gelu, data);
+    return 0;
 }
 
 AOTITorchError aoti_torch_cpu_kept(AtenTensorHandle states, AtenTensorHandle *output) { return aoti_torch_clone(states, output); }

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from outrider.host.native import native
-from outrider.lm.forwards import attend, kept
+from outrider.lm.forwards import attend, gated, kept
 from outrider.lm.weights import operators
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-SOURCES = (operators.SOURCE, attend.SOURCE, SOURCE)
+SOURCES = (operators.SOURCE, attend.SOURCE, gated.SOURCE, SOURCE)
 """The C++ files that compute the operators."""
 _TENSOR, _LIST = "AtenTensorHandle", "const AtenTensorHandle*, int64_t"
 _INTS = "const int64_t*, int64_t"
@@ -30,9 +30,12 @@ SHIMS: Mapping[torch._ops.OpOverload, str] = {
     torch.ops.outrider.attend.default: (
         f"aoti_torch_cpu_attend({_TENSOR}, {_TENSOR}, {_TENSOR}, {_TENSOR}*, double, {_TENSOR}*)"
     ),
+    torch.ops.outrider.gated.default: f"aoti_torch_cpu_gated({_TENSOR}, int32_t, {_TENSOR}*)",
     kept.OPERATOR: f"aoti_torch_cpu_kept({_TENSOR}, {_TENSOR}*)",
 }
 """The operators, and their functions as C++ declares them."""
+PRODUCTS = (torch.ops.outrider.block_linear.default, torch.ops.outrider.int8_linear.default)
+"""Those that multiply with matrices."""
 NAMES = frozenset(operator.name() for operator in SHIMS)
 DECLARATIONS = {operator: [f"AOTITorchError {shim}"] for operator, shim in SHIMS.items()}
 """For the compiler."""

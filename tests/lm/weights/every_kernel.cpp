@@ -1,10 +1,11 @@
 // Runs every kernel on memory of exactly the size that it may touch. Built with sanitizers and `kernels.cpp` before it,
-// beside `panels.cpp` and `fits.cpp`.
+// beside `panels.cpp`, `fits.cpp` and `gated.cpp`.
 #include <cstdio>
 #include <cstdlib>
 
 extern "C" int outrider_panels(const uint8_t *blocks, int64_t rows, int64_t num_blocks, const int64_t *order, int64_t kind, uint8_t *out);
 extern "C" void outrider_fits(const float *groups, int64_t count, float *scales, float *offsets, uint8_t *codes);
+extern "C" void outrider_gated(const void *joined, int64_t type, int64_t rows, int64_t width, int64_t gelu, void *out);
 
 struct Exactly {
     unsigned char *data;
@@ -47,6 +48,12 @@ int main() {
         Exactly groups(count * 32 * 4), scales(count * 4), offsets(count * 4), codes(count * 32);
         outrider_fits(reinterpret_cast<float *>(groups.data), count, reinterpret_cast<float *>(scales.data), reinterpret_cast<float *>(offsets.data), codes.data);
     }
+    for (int64_t width : {1, 16, 37, 9000})
+        for (int64_t rows : {1, 3})
+            for (int type : {0, 1}) {
+                Exactly joined(2 * rows * width * (type ? 2 : 4)), out(rows * width * (type ? 2 : 4));
+                for (int gelu : {0, 1}) outrider_gated(joined.data, type, rows, width, gelu, out.data);
+            }
     printf(failed ? "refused\n" : "all ran\n");
     return failed;
 }

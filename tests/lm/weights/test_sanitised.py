@@ -7,6 +7,7 @@ import pytest
 
 from outrider.host import native
 from outrider.lm import weights
+from outrider.lm.forwards import gated
 
 KERNELS = Path(weights.__file__).with_name("kernels.cpp")
 
@@ -20,10 +21,10 @@ def test_no_kernel_touches_memory_of_others(tmp_path: Path) -> None:
     if compiler is None or subprocess.run(checks, capture_output=True).returncode:
         pytest.skip("no C++ compiler with sanitizers")
     flags.append(native._flags()[-1])
-    for name in ("panels.cpp", "fits.cpp"):
-        subprocess.run([compiler, *flags, "-c", str(KERNELS.with_name(name))], check=True, cwd=tmp_path)
+    for source in (KERNELS.with_name("panels.cpp"), KERNELS.with_name("fits.cpp"), gated.SOURCE):
+        subprocess.run([compiler, *flags, "-c", str(source)], check=True, cwd=tmp_path)
     program = str(Path(__file__).with_name("every_kernel.cpp"))
-    command = [compiler, *flags, "-include", str(KERNELS), program, "panels.o", "fits.o", "-o", "all"]
+    command = [compiler, *flags, "-include", str(KERNELS), program, "panels.o", "fits.o", "gated.o", "-o", "all"]
     subprocess.run(command, check=True, cwd=tmp_path)
     # What OpenMP and the vectors of a thread keep until the end is no leak.
     environment = {"OMP_NUM_THREADS": "2", "ASAN_OPTIONS": "detect_leaks=0"}
