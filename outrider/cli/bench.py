@@ -59,6 +59,7 @@ class BenchOptions:
         peer_target: Directory of the target's checkpoint, for engines that do not read its GGUF file.
         peer_draft: The same of the draft model.
         peer_prompts: Prompts on which their greedy tokens are compared with the target's and with their own plain ones.
+        peer_ways: Only these ways of other engines, with commas, such as `plain,ngram-simple`. By default all.
         vllm_python: A Python that has vLLM.
         openvino_python: A Python that has OpenVINO GenAI.
         flashspec_python: A Python that has FlashSpec.
@@ -91,6 +92,7 @@ class BenchOptions:
     peer_target: Path | None = None
     peer_draft: Path | None = None
     peer_prompts: int = option(3, least=1)
+    peer_ways: str | None = None
     vllm_python: Path | None = None
     openvino_python: Path | None = None
     flashspec_python: Path | None = None
@@ -248,6 +250,7 @@ def peers_of(options: BenchOptions) -> Any:
         servers=servers,
         make=options.make_environments,
         num_compared=options.peer_prompts,
+        ways=None if options.peer_ways is None else tuple(way.strip() for way in options.peer_ways.split(",")),
     )
 
 

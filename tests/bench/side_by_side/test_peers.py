@@ -1,6 +1,7 @@
 """Other engines take part where they are here, and say what the target says; others are left out with a sentence."""
 
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -89,6 +90,19 @@ def test_an_engine_that_says_something_else_or_does_not_start_is_left_out(some_o
     assert made.left_out["Scripted, plain"].startswith("it does not say what the target says: at temperature 0, token")
     assert made.left_out["Scripted, does not start"].endswith("RuntimeError: no such instruction")
     assert made.left_out["Scripted, draft model"] == "the setup has no draft model"
+
+
+def test_ways_that_were_not_asked_for_are_not_started(some_of, monkeypatch):
+    monkeypatch.setattr(peers, "OUTSIDE", {"vllm": scripted("plain", "does not start", "draft model")})
+    with some_of(names=("vllm",), pythons={"vllm": Path(sys.executable)}, ways=("does not start",)) as made:
+        assert made.ways() == []
+    assert set(made.left_out) == {"Scripted, does not start"}
+
+
+@pytest.mark.parametrize(("names", "known"), [(("llama",), "plain, ngram-simple, draft model"), ((), "no fields")])
+def test_an_unknown_way_of_the_peers_is_told(some_of, names, known):
+    with pytest.raises(InputError, match=re.escape(f"unknown way of the peers 'lookup'. Available: {known}")):
+        some_of(names=names, ways=("lookup",))
 
 
 def test_an_engine_that_rounds_the_weights_is_measured_as_another_model(some_of, monkeypatch):
