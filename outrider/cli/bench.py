@@ -59,7 +59,7 @@ class BenchOptions:
         peer_target: Directory of the target's checkpoint, for engines that do not read its GGUF file.
         peer_draft: The same of the draft model.
         peer_prompts: Prompts on which their greedy tokens are compared with the target's and with their own plain ones.
-        peer_ways: Only these ways of other engines, with commas, such as `plain,ngram-simple`. By default all.
+        peer_ways: Only these ways of other engines, with commas, such as `plain,ik_llama:plain -rtr`. By default all.
         vllm_python: A Python that has vLLM.
         openvino_python: A Python that has OpenVINO GenAI.
         flashspec_python: A Python that has FlashSpec.

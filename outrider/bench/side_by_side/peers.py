@@ -62,7 +62,8 @@ class PeerOptions:
         draft_tokens: Most tokens of their drafts.
         ngram: Longest run of tokens that they look for in the text before, where that is not their own choice.
         num_compared: Prompts on which their greedy tokens are compared with the target's.
-        ways: The ways to decode that take part, of engines in processes of their own. None takes all.
+        ways: The ways to decode that take part, of engines in processes of their own: `plain`, or `llama:plain` of one
+            engine. None takes all.
     """
 
     names: tuple[str, ...] = (TRANSFORMERS,)
@@ -81,10 +82,10 @@ class PeerOptions:
         for name in self.names:
             if name not in (TRANSFORMERS, ASSISTED, *OUTSIDE):
                 raise unknown("peer", name, (TRANSFORMERS, ASSISTED, *OUTSIDE))
-        known = tuple(dict.fromkeys(mode for name in self.outside for mode in OUTSIDE[name].modes))
+        known = [(name, mode) for name in self.outside for mode in OUTSIDE[name].modes]
         for way in self.ways or ():
-            if way not in known:
-                raise unknown("way of the peers", way, known)
+            if not any(way in (mode, f"{name}:{mode}") for name, mode in known):
+                raise unknown("way of the peers", way, dict.fromkeys(mode for _, mode in known))
         for name, python in self.pythons.items():
             if not python.is_file():
                 raise InputError(f"--{name}-python must name a Python that has {OUTSIDE[name].title}, got {python}")
@@ -178,7 +179,7 @@ class Peers:
         temperature = 1.0 if self.generation.sampling is None else self.generation.sampling.temperature
         plain: Sequence[list[int]] | None = None
         for mode in other.modes:
-            if self.options.ways is not None and mode not in self.options.ways:
+            if self.options.ways is not None and not {mode, f"{name}:{mode}"}.intersection(self.options.ways):
                 continue
             title, drafts = f"{other.title}, {mode}", not mode.startswith("plain")
             if not drafts:

@@ -92,9 +92,10 @@ def test_an_engine_that_says_something_else_or_does_not_start_is_left_out(some_o
     assert made.left_out["Scripted, draft model"] == "the setup has no draft model"
 
 
-def test_ways_that_were_not_asked_for_are_not_started(some_of, monkeypatch):
+@pytest.mark.parametrize("way", ["does not start", "vllm:does not start"])
+def test_ways_that_were_not_asked_for_are_not_started(some_of, monkeypatch, way):
     monkeypatch.setattr(peers, "OUTSIDE", {"vllm": scripted("plain", "does not start", "draft model")})
-    with some_of(names=("vllm",), pythons={"vllm": Path(sys.executable)}, ways=("does not start",)) as made:
+    with some_of(names=("vllm",), pythons={"vllm": Path(sys.executable)}, ways=(way,)) as made:
         assert made.ways() == []
     assert set(made.left_out) == {"Scripted, does not start"}
 
