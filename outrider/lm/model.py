@@ -54,7 +54,7 @@ FULL = 7 / 8
 them."""
 COPYING: tuple[Forward, ...] = ("packed", "compiled")
 """Kinds of forward that have copies of the weights."""
-FEW, RARE = 4, 32
+FEW, RARE = 4, 256
 """Forwards by copies after which the pages of the model's own weights are given back: behind one that read these
 weights, and otherwise."""
 COMPILES = Version("2.13")
