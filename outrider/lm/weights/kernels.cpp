@@ -459,7 +459,8 @@ struct Products : Few<Products> {
             const Factors<KIND> factors(block);
             for (int group = 0; group < layout.weights / GROUP; group++, number++) {
                 const uint8_t *codes = block + PANEL * layout.header + group * layout.codes();
-                for (int i = 0; i < layout.codes(); i += 64) _mm_prefetch((const char *)codes + i + 2048, _MM_HINT_T0);
+                // Weights are read once, so what else is in the larger caches stays there.
+                for (int i = 0; i < layout.codes(); i += 64) _mm_prefetch((const char *)codes + i + 4096, _MM_HINT_NTA);
                 // Two sums for each state, whatever R is. They go on over the groups of weights without scales.
                 if (KIND != BF16)
 #pragma GCC unroll 8
