@@ -17,7 +17,7 @@ import typer
 import outrider
 from outrider.bench.engines import ik_llama, llama
 from outrider.bench.engines.driver import DriverRequest
-from outrider.bench.engines.server import ServerDriver
+from outrider.bench.engines.server import ServerDriver, cannot_tell
 from outrider.bench.evidence import Row
 from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
@@ -38,8 +38,8 @@ ENGINES = (OURS, *SERVERS)
 IDS = 2003
 """Ids of tokens that servers read; every vocabulary has them."""
 TRIES = 4
-"""How often a server is asked: it reads the text first. By chance it has said one of the tokens itself, or says a part
-of a character, which its JSON cannot hold."""
+"""How often a server is asked: it reads the text first. By chance it has said one of the tokens itself, or cannot tell
+the one that it says."""
 QUICK = {"engines": OURS, "contexts": "32,64", "tokens": "1,3", "rounds": 1}
 Forward = Callable[[int, int], float]
 """Seconds of a forward of so many tokens behind so many."""
@@ -64,7 +64,7 @@ class ServedForwards:
             try:
                 timings = self._read([*periodic(context), *others])
             except ValueError as error:
-                if "UTF-8" not in str(error):
+                if not cannot_tell(error):
                     raise
                 why = str(error)
                 continue

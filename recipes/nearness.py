@@ -25,7 +25,7 @@ from torch import Tensor
 import outrider
 from outrider.bench.engines import ik_llama, llama
 from outrider.bench.engines.driver import Options
-from outrider.bench.engines.server import ServerDriver
+from outrider.bench.engines.server import ServerDriver, cannot_tell
 from outrider.bench.evidence import Row
 from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
@@ -95,13 +95,11 @@ def by_server(name: str, target: Path, server: Path, windows: Sequence[list[int]
 
 
 def likeliest(driver: ServerDriver, tokens: Sequence[int], top: int) -> Law | None:
-    """The law behind some tokens; None where a server refuses, as llama.cpp's does if one of the likeliest tokens is a
-    part of a character, which its JSON cannot hold.
-    """
+    """The law behind some tokens; None where a server cannot tell one of the likeliest tokens, as llama.cpp's."""
     try:
         return driver.likeliest(tokens, top)
     except ValueError as error:
-        if "UTF-8" not in str(error):
+        if not cannot_tell(error):
             raise
         return None
 

@@ -29,6 +29,11 @@ DRAFT, DRAFT_TOKENS = "{draft}", "{draft_tokens}"
 """Stand in the flags of a mode for the draft model's file, and for the number of tokens of a draft."""
 
 
+def cannot_tell(error: ValueError) -> bool:
+    """Whether a server refused because a token is a part of a character, which its JSON cannot hold."""
+    return "UTF-8" in str(error)
+
+
 class ServerDriver(Driver):
     """A server in a process of its own, asked over HTTP on this machine.
 

@@ -83,6 +83,8 @@ class PeerOptions:
             if name not in (TRANSFORMERS, ASSISTED, *OUTSIDE):
                 raise unknown("peer", name, (TRANSFORMERS, ASSISTED, *OUTSIDE))
         known = [(name, mode) for name in self.outside for mode in OUTSIDE[name].modes]
+        if self.ways is not None and not known:
+            raise InputError(f"--peer-ways chooses among the ways of {', '.join(OUTSIDE)}; name some with --peers")
         for way in self.ways or ():
             if not any(way in (mode, f"{name}:{mode}") for name, mode in known):
                 raise unknown("way of the peers", way, dict.fromkeys(mode for _, mode in known))

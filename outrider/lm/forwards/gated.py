@@ -1,6 +1,6 @@
 """Torch's operator `outrider::gated`: what a gated layer (SwiGLU, GeGLU) makes of the two halves of one product.
 
-A compiler makes one loop of it, for one thread, which took a tenth of the time of the product that it follows.
+A compiler makes a loop of it for one thread, while the others wait.
 """
 
 import ctypes
@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outrider.host.native import native
+from outrider.lm.weights.operators import TYPES
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""How the kernel numbers the types of numbers."""
 
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
 _LIBRARY.define("gated(Tensor joined, bool gelu) -> Tensor")

@@ -1420,9 +1420,9 @@ class alignas(64) Share {
   public:
     void set(int64_t first, int64_t end) { range.store(both(first, end), std::memory_order_relaxed); }
 
-    // Takes some of the first or the last panels: half of what is left, or a quarter for others, but `least` if there are
-    // as many. To take costs an owner more than a compare: what the processor reads ahead waits for it. Returns how many,
-    // and the first of them in `from`.
+    // Takes half of what is left from the front, or a quarter from the end, but `least` panels where so many are left: few
+    // times, because all that the processor reads ahead waits for an atomic operation. Returns how many, and the first of
+    // them in `from`.
     int64_t take(int64_t least, bool last, int64_t &from) {
         uint64_t now = range.load(std::memory_order_relaxed);
         while (true) {
