@@ -26,6 +26,7 @@ from outrider.bench.evidence import IntervalEstimate, Row, Sums
 from outrider.bench.folder import Folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
+from outrider.core.progress import task
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.host.threads import use_threads
@@ -35,6 +36,7 @@ from outrider.lengths.fixed import FixedLength
 from outrider.lm.forwards.packed import uncompiled
 from outrider.lm.hf.open import open_config, open_model, open_tokenizer
 from outrider.surgery.family import Sized, same_size
+from outrider.surgery.importance import measure_importance
 from outrider.surgery.reshape import prune_shape
 from outrider.surgery.shape import config_of
 from outrider.training.distill import Distilled
@@ -84,7 +86,12 @@ def ways(family: dict[str, Sized], target: PreTrainedModel, texts: Texts, budget
     """
     batches = budget.batches(texts.answers, kept_states(target, texts.answers))
     read = [each.tokens.tolist() for each in texts.answers[:CALIBRATION]]
-    parts = {name: prune_shape(target, read, sized.shape).model for name, sized in family.items()} if cut else {}
+    parts: dict[str, PreTrainedModel] = {}
+    if cut:
+        with task("which parts of the target matter", sum(map(len, read)), "tokens") as bar:
+            importance = measure_importance(target, read, bar.advance)
+        for name, sized in family.items():
+            parts[name] = prune_shape(target, read, sized.shape, importance=importance).model
 
     def begin(name: str, sized: Sized, seed: int) -> PreTrainedModel:
         if cut:
@@ -194,8 +201,9 @@ def main(
     given |= {"cut": True} if cut else {}
     with budget.folder("shapes", **given) as place:
         texts, drafters = budget.texts(), budget.drafters("shapes-cut" if cut else "shapes")
-        family = shapes(budget.target, parameters, options.whole_numbers("--layers", layers))
-        rows = made(place, ways(family, budget.model(), texts, budget, cut=cut), budget.seeds, drafters, texts.judge)
+        family, model = shapes(budget.target, parameters, options.whole_numbers("--layers", layers)), budget.model()
+        judge = texts.with_states(model).judge
+        rows = made(place, ways(family, model, texts, budget, cut=cut), budget.seeds, drafters, judge)
         use_threads(timed_threads)
         amounts = {"rounds": rounds, "num_tokens": max_new_tokens, "num_prompts": timed_prompts}
         times = timed(place, budget.target, family, drafters, **amounts)

@@ -454,7 +454,8 @@ class Budget:
 
 def kept_states(target: PreTrainedModel, documents: Sequence[Document]) -> Captured:
     """The target's last hidden states along documents, in memory: all its rows follow from them."""
-    return capture(target, documents, Contents(taps=(target.config.num_hidden_layers,)))
+    with task("the target's states", len(documents), "texts") as bar:
+        return capture(target, documents, Contents(taps=(target.config.num_hidden_layers,)), progress=bar.reach)
 
 
 @dataclass(frozen=True)

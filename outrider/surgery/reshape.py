@@ -46,7 +46,11 @@ class PrunedShape:
 
 
 def prune_shape(
-    model: PreTrainedModel, texts: Texts, shape: ModelShape, progress: Progress | None = None
+    model: PreTrainedModel,
+    texts: Texts,
+    shape: ModelShape,
+    progress: Progress | None = None,
+    importance: Importance | None = None,
 ) -> PrunedShape:
     r"""A copy of a model with fewer layers, heads, neurons or a narrower stream: the parts that matter on a text.
 
@@ -62,6 +66,7 @@ def prune_shape(
         model: Is read and stays as it is.
         texts: Of the task that the draft model is for, as token ids.
         shape: What is wanted, from `smaller_shape`.
+        importance: What `measure_importance` said of the model on the texts; by default it is measured.
 
     Raises:
         InputError: The texts are empty; or the model keeps something else than Llama's linear layers and RMS norms
@@ -70,7 +75,7 @@ def prune_shape(
     References:
         Yan, Agarwal and Venkataraman 2024, "Decoding Speculative Decoding". https://arxiv.org/abs/2402.01528
     """
-    importance = measure_importance(model, texts, progress)
+    importance = importance or measure_importance(model, texts, progress)
     cut = _Cut(model=model, before=shape_of(model.config), shape=shape, importance=importance)
     config = config_of(model.config, shape, cut.layers)
     return PrunedShape(

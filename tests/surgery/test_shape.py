@@ -34,6 +34,16 @@ def test_nothing_taken_out_keeps_the_logits(kind):
     assert torch.equal(logits(pruned(model).model), logits(model))
 
 
+def test_what_was_measured_before_gives_the_same_model():
+    model = model_of("llama")
+    shape = smaller_shape(shape_of(model.config), layers=2, width=24)
+    measured = measure_importance(model, some_texts())
+    given, own = (prune_shape(model, some_texts(), shape, importance=each) for each in (measured, None))
+    assert given.importance is measured
+    assert given.layers == own.layers
+    assert torch.equal(logits(given.model), logits(own.model))
+
+
 SIZES = [
     {"layers": 2},
     {"heads": 2},
