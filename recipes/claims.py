@@ -69,8 +69,8 @@ REASONS: dict[str, str] = {
     ),
     "adaedl is faster than": (
         "AdaEDL's threshold moves by at most 0.001 a step, and an output of 96 tokens has some fifty steps, so that it "
-        "stays where it began; the paper tunes where it begins. With Qwen it drafts 8 to 10 tokens a step, of which 54 % are "
-        "accepted"
+        "stays where it began; the paper tunes where it begins. With Qwen it drafts 8 to 10 tokens a step, of which "
+        "54 % are accepted"
     ),
     "svip is faster than the best": (
         "the threshold is the paper's; it drafts little more than one token, with Qwen 3.4 to 3.6"
