@@ -213,6 +213,7 @@ class Shared:
         # Those of a large target need more space than time.
         if plan.device == "cpu":
             taps = all_taps(self.target)
+            self.texts = self.texts.with_states(self.target, taps)
             place = plan.own_work / f"states-{plan.num_texts}x{plan.length}" / f"taps-{'-'.join(map(str, taps))}"
             place.mkdir(parents=True, exist_ok=True)
             with task("the target's hidden states", len(self.texts.answers), "texts") as bar:

@@ -79,7 +79,7 @@ class Texts:
         answers: What the target says to the same prompts at temperature 1, as long as the texts.
         held: What the target says to held-out prompts, by temperature; in the order of the prompts.
         more: Further texts that people wrote.
-        states: The target's last hidden states along the held-out texts, by temperature; empty if they are not kept.
+        states: The target's hidden states along the held-out texts, by temperature; empty if they are not kept.
     """
 
     texts: Sequence[Document]
@@ -88,9 +88,13 @@ class Texts:
     more: Sequence[Document]
     states: dict[int, Captured] = field(default_factory=dict)
 
-    def with_states(self, target: PreTrainedModel) -> "Texts":
-        """The same with the target's states along the held-out texts, so that no judgement runs the target again."""
-        return replace(self, states={each: kept_states(target, held) for each, held in self.held.items()})
+    def with_states(self, target: PreTrainedModel, taps: Sequence[int] = ()) -> "Texts":
+        """The same with the target's states along the held-out texts, so that no judgement runs the target again.
+
+        Args:
+            taps: As those of `kept_states`.
+        """
+        return replace(self, states={each: kept_states(target, held, taps) for each, held in self.held.items()})
 
     def batch_of(self, temperature: int, number: int) -> TrainBatch:
         """A held-out text as a batch, with the states that are kept."""
@@ -452,10 +456,15 @@ class Budget:
         )
 
 
-def kept_states(target: PreTrainedModel, documents: Sequence[Document]) -> Captured:
-    """The target's last hidden states along documents, in memory: all its rows follow from them."""
+def kept_states(target: PreTrainedModel, documents: Sequence[Document], taps: Sequence[int] = ()) -> Captured:
+    """The target's hidden states along documents, in memory.
+
+    Args:
+        taps: By default the last one alone, from which all rows of the target follow.
+    """
+    contents = Contents(taps=tuple(taps) or (target.config.num_hidden_layers,))
     with task("the target's states", len(documents), "texts") as bar:
-        return capture(target, documents, Contents(taps=(target.config.num_hidden_layers,)), progress=bar.reach)
+        return capture(target, documents, contents, progress=bar.reach)
 
 
 @dataclass(frozen=True)
