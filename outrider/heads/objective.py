@@ -144,6 +144,10 @@ class HeadObjective(Learner):
             states = states_along(below, Anatomy.of(self._running).layers, sorted(wanted), batch, packed=self._packed)
         return replace(batch, hidden=states)
 
+    def with_target_rows(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with all the target's logits, if they are few, so that no guess computes them again."""
+        return with_rows(batch, self.embedding_and_head, self.shape.num_layers, self.shape.vocab_size)
+
     @cached_property
     def _running(self) -> PreTrainedModel:
         """The target, with copies of its linear layers that are faster where there are such."""
@@ -273,7 +277,7 @@ class GuessObjective(HeadObjective):
         """Drafts along the texts of a batch, which begin behind every learnt token."""
         if self.most_guesses is not None and depth > self.most_guesses:
             raise InputError(f"this head drafts {self.most_guesses} tokens, so a depth of {depth} cannot be watched")
-        batch = self.with_states(batch)
+        batch = self.with_target_rows(self.with_states(batch))
         learnt = batch.learnt
         begins = learnt[:, 1:].unfold(1, depth + 1, 1).all(-1) if learnt.shape[1] > depth + 1 else learnt[:, :0]
         ratios, agrees = [], []
@@ -345,10 +349,10 @@ class GuessObjective(HeadObjective):
 
     def _with_rows(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the target's logits, of the tokens that the head can guess, if they are few."""
-        ids, sizes = self._ids_on(batch.tokens.device), (self.shape.num_layers, self.shape.vocab_size)
+        ids = self._ids_on(batch.tokens.device)
         if ids is None:
-            return with_rows(batch, self.embedding_and_head, *sizes)
-        return with_few_rows(batch, self.embedding_and_head, *sizes, ids)
+            return self.with_target_rows(batch)
+        return with_few_rows(batch, self.embedding_and_head, self.shape.num_layers, self.shape.vocab_size, ids)
 
     def _target_rows(
         self, batch: TrainBatch, number: int, places: "LearntPositions"

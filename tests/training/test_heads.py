@@ -116,6 +116,23 @@ def test_training_guesses_what_real_drafting_with_the_same_tokens_guesses(tmp_pa
         assert torch.allclose(logits, row, atol=1e-4), (place, number, float((logits - row).abs().max()))
 
 
+@pytest.mark.parametrize("kind", TRAINED)
+def test_judging_computes_the_logits_of_the_target_once(kind):
+    made, given, seen = head_learner(kind, target(), loss="fkl", depth=GAMMA), batch(), []
+    head = made.embedding_and_head.head
+
+    def counted(states: torch.Tensor) -> torch.Tensor:
+        seen.append(states.shape[:-1].numel())
+        return head(states)
+
+    made.embedding_and_head = replace(made.embedding_and_head, head=counted)
+    again = made.judged(given, GAMMA)
+    assert seen == [given.tokens.numel()]
+    made.with_target_rows = lambda batch: batch
+    assert np.allclose(again.log_ratios, made.judged(given, GAMMA).log_ratios, atol=1e-4)
+    assert len(seen) > 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_guess_depends_on_tokens_or_states_that_drafting_does_not_know(kind):
     made, given, changed = learner(kind), batch(), 7

@@ -943,7 +943,7 @@ class BlockObjective(HeadObjective):
         self.head.check_depth(depth)
         if batch.learnt.shape[1] <= depth:
             return JudgedDrafts(log_ratios=np.zeros((0, depth)), agrees=np.zeros((0, depth), dtype=bool))
-        batch = self.with_states(batch)
+        batch = self.with_target_rows(self.with_states(batch))
         begins = torch.from_numpy(batch.host.learnt).unfold(1, depth + 1, 1).all(-1).numpy()
         every, context = _filled([np.flatnonzero(row) for row in begins]), self._context(batch)
         ratios, agrees = [np.zeros((0, depth))], [np.zeros((0, depth), dtype=bool)]
