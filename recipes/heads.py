@@ -44,7 +44,7 @@ from recipes.head_plan import HEADS, Head, Plan, all_taps, chosen_heads
 from recipes.label import Label
 from recipes.runs import Conditions, PromptBatch, as_row, on_engine
 from recipes.stand_in import stand_in
-from recipes.trained import DEPTH, TEMPERATURES, Way, learnt, of, seeds_of
+from recipes.trained import DEPTH, OFTEN, TEMPERATURES, Way, learnt, of, seeds_of
 
 QUICK = trained.QUICK | {
     "num_texts": 12,
@@ -218,7 +218,7 @@ class Shared:
             place.mkdir(parents=True, exist_ok=True)
             with task("the target's hidden states", len(self.texts.answers), "texts") as bar:
                 self._states = capture(
-                    self.target, self.texts.answers, Contents(taps=taps), out=place, progress=bar.reach
+                    self.target, self.texts.answers, Contents(taps=taps), out=place, way=OFTEN, progress=bar.reach
                 )
 
     def states_for(self, learner: HeadObjective) -> Captured | None:

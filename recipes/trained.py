@@ -30,7 +30,7 @@ from outrider.learning.learner import Judging, Learner
 from outrider.lm.hf.open import open_config, open_model, open_tokenizer
 from outrider.theory.coverage import Coverage, expected_coverage
 from outrider.training.data.batches import Batches, CapturedStates
-from outrider.training.data.capture import capture
+from outrider.training.data.capture import CaptureMode, capture
 from outrider.training.data.records import read_documents
 from outrider.training.data.regenerate import AnswerOptions, regenerate
 from outrider.training.data.shards import Captured, Contents
@@ -45,6 +45,8 @@ SLOTS = 32
 """Answers that the target writes at once."""
 PROMPT = 32
 """Tokens of a text that are its prompt."""
+OFTEN = CaptureMode(shard_bytes=2**26)
+"""How the target's states are captured: in small shards, because only whole ones count as progress."""
 DEPTH = 5
 """Tokens of a draft."""
 TEMPERATURES = (0, 1)
@@ -464,7 +466,7 @@ def kept_states(target: PreTrainedModel, documents: Sequence[Document], taps: Se
     """
     contents = Contents(taps=tuple(taps) or (target.config.num_hidden_layers,))
     with task("the target's states", len(documents), "texts") as bar:
-        return capture(target, documents, contents, progress=bar.reach)
+        return capture(target, documents, contents, way=OFTEN, progress=bar.reach)
 
 
 @dataclass(frozen=True)
