@@ -46,7 +46,7 @@ from outrider.learning.block_loss import BlockLoss, usual_gamma
 from outrider.learning.divergences import Divergence, among_likeliest, chunked, cross_entropy, divergence
 from outrider.learning.learner import JudgedDrafts, Loss
 from outrider.learning.options import HeadOptions, loss, size
-from outrider.learning.target_rows import rows_at, with_rows
+from outrider.learning.target_rows import rows_at
 from outrider.learning.top_rows import TopRows
 from outrider.lm.forwards.compilable import ForwardKind
 from outrider.lm.head import HeadLM, sees_all
@@ -854,9 +854,7 @@ class BlockObjective(HeadObjective):
         far = torch.zeros(len(guesses.labels), device=guesses.inner.device)
         both = None
         if confidence is not None or of is not None:
-            both = self._rows_of_both(
-                with_rows(batch, self.embedding_and_head, self.shape.num_layers, self.head.vocab_size), guesses
-            )
+            both = self._rows_of_both(self.with_target_rows(batch), guesses)
 
         def each(rows: slice, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, " rows"]:
             agreed[rows] = among_likeliest(guesses.labels[rows], logits.detach())
